@@ -1,0 +1,15 @@
+"""Tests see the repository as an installed minidist: `import minidist_transports`."""
+import importlib.util
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+if "minidist_transports" not in sys.modules:
+    spec = importlib.util.spec_from_file_location(
+        "minidist_transports", ROOT / "transports" / "__init__.py",
+        submodule_search_locations=[str(ROOT / "transports")])
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["minidist_transports"] = module
+    spec.loader.exec_module(module)
