@@ -1,0 +1,762 @@
+"""Starting a group of processes, and ending it.
+
+`minidist launch --nproc-per-node 4 train.py` is this module's command line, and
+`md.launch(fn, workers=4)` its function for notebooks. Both do the same thing:
+
+    start       one process a worker (and a parameter server), each told by
+                environment variables who it is and how to reach the others
+    watch       pass on what they print, line by line, with their rank before it
+    end         when one fails, end the others, and show the failure that came
+                first, in full, as the last thing on the screen
+
+Nothing here knows of tensors or training: any program can be a worker.
+"""
+
+import argparse
+import contextlib
+import errno
+import os
+import queue
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import remote
+
+
+class LaunchError(RuntimeError):
+    """The group could not be started, or one of its processes failed."""
+
+
+# ---------------------------------------------------------------------------
+# 1. The job, and what each process is told
+# ---------------------------------------------------------------------------
+
+
+@dataclass
+class Job:
+    """What to run, how often, and how its processes find each other."""
+
+    command: Sequence[str]  # what every worker runs
+    workers: int = 1  # on this machine
+    transport: str = "tcp"
+    servers: int = 0  # parameter servers; they live on the first machine
+    server_command: Sequence[str] = ()
+    machines: int = 1
+    machine: int = 0  # this one's number, 0 .. machines-1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0  # 0: any free one
+    log_dir: str | None = None
+    show: Sequence[int] | None = None  # local ranks to show; None: all
+    grace: float = 10.0  # seconds from SIGTERM to SIGKILL
+    timeout: float | None = None  # seconds for the whole run
+    key: str = field(default_factory=lambda: secrets.token_hex(32))
+    id: str = field(default_factory=lambda: f"job-{secrets.token_hex(6)}")
+
+    def __post_init__(self) -> None:
+        if self.workers < 1 or self.servers < 0:
+            raise LaunchError(f"{self.workers} workers and {self.servers} servers asked for: "
+                              "at least 1 worker and 0 servers make sense")
+        if not 0 <= self.machine < self.machines:
+            raise LaunchError(f"--node-rank is {self.machine}; with --nnodes {self.machines} it "
+                              f"must be 0 to {self.machines - 1}, another on each machine")
+        if self.servers and not self.server_command:
+            raise LaunchError(f"{self.servers} servers asked for, but no server_command says what "
+                              "they run: start them with `minidist launch` or `md.launch`")
+        if self.transport == "pipe" and (self.machines > 1 or os.name != "posix"):
+            raise LaunchError("transport 'pipe' joins processes of one POSIX machine: use 'tcp'")
+
+    @property
+    def world(self) -> int:
+        return self.workers * self.machines
+
+    def nodes(self) -> list[int]:
+        """The nodes that this machine runs: workers are 0 .. world-1, servers follow."""
+        first = self.machine * self.workers
+        servers = range(self.world, self.world + self.servers) if self.machine == 0 else ()
+        return [*range(first, first + self.workers), *servers]
+
+    def environment(self, node: int) -> dict[str, str]:
+        """torchrun's variables, and MINIDIST_* for what torchrun has no word for."""
+        env = {k: v for k, v in os.environ.items() if k not in OURS}
+        env |= {
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+            "WORLD_SIZE": str(self.world),
+            "LOCAL_WORLD_SIZE": str(self.workers),
+            "MINIDIST_TRANSPORT": self.transport,
+            "MINIDIST_SERVERS": str(self.servers),
+            "MINIDIST_KEY": self.key,
+            "MINIDIST_JOB": self.id,
+            "MINIDIST_GENERATION": "0",
+        }
+        if node < self.world:
+            local = node - self.machine * self.workers
+            env |= {"MINIDIST_ROLE": "worker", "RANK": str(node),
+                    "LOCAL_RANK": str(local), "GROUP_RANK": str(self.machine)}
+        else:
+            env |= {"MINIDIST_ROLE": "server", "MINIDIST_NODE": str(node)}
+        # Lines should appear when they are printed, not when a buffer is full.
+        env.setdefault("PYTHONUNBUFFERED", "1")
+        # Two BLAS threads for each core make small products many times slower.
+        # One variable set by the user means that the user has decided.
+        if not any(name in env for name in BLAS_THREADS):
+            threads = max(1, cores() // self.workers) if node < self.world else 1
+            env |= dict.fromkeys(BLAS_THREADS, str(threads))
+        return env
+
+
+OURS = frozenset("""RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT
+    MINIDIST_TRANSPORT MINIDIST_SERVERS MINIDIST_ROLE MINIDIST_NODE MINIDIST_KEY MINIDIST_JOB
+    MINIDIST_GENERATION MINIDIST_PIPES MINIDIST_LISTEN_FD""".split())
+
+BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS",
+                "VECLIB_MAXIMUM_THREADS")
+
+
+def cores() -> int:
+    """The cores this process may use, which in a container are fewer than there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def listen(job: Job) -> socket.socket | None:
+    """Bind the port at which node 0 will be found, and set job.master_port.
+
+    Done here and handed down, so that a port in use is an error before anything
+    has started, and nobody can take the port between the check and its use.
+    """
+    if job.machine != 0 or job.transport == "pipe":
+        return None
+    kind = socket.SOCK_DGRAM if job.transport == "udp" else socket.SOCK_STREAM
+    where = f"{job.master_addr}:{job.master_port}"
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            job.master_addr, job.master_port, type=kind)[0]
+        sock = socket.socket(family, kind)
+        if kind == socket.SOCK_STREAM and os.name == "posix":
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        if kind == socket.SOCK_STREAM:
+            sock.listen(512)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise LaunchError(f"port {job.master_port} of {job.master_addr} is in use by another "
+                              "program (an earlier run?): give another --master-port, or leave "
+                              "it out and a free one is taken") from None
+        raise LaunchError(f"cannot listen at {where} ({error}): --master-addr must be an address "
+                          "of the machine with --node-rank 0") from None
+    job.master_port = sock.getsockname()[1]
+    if job.transport in ("tcp", "udp") and os.name == "posix":
+        return sock
+    sock.close()  # another transport opens its port by itself
+    return None
+
+
+Ends = dict[int, tuple[int, int]]  # for each peer: the descriptor to read, the one to write
+
+
+def pipe_mesh(nodes: Sequence[int]) -> Generator[tuple[int, Ends], None, None]:
+    """For each node in turn: its (read, write) ends of a pipe to and from every other.
+
+    A generator, so that few descriptors are open at a time: the ends of a node
+    are closed here as soon as the caller, who has started it meanwhile, goes on.
+    """
+    ends: dict[int, Ends] = {node: {} for node in nodes}
+    try:
+        for node in nodes:
+            for peer in nodes:
+                if peer > node:
+                    here_reads, peer_writes = os.pipe()
+                    peer_reads, here_writes = os.pipe()
+                    ends[node][peer] = here_reads, here_writes
+                    ends[peer][node] = peer_reads, peer_writes
+            yield node, ends[node]
+            for pair in ends.pop(node).values():
+                os.close(pair[0])
+                os.close(pair[1])
+    finally:
+        for fds in ends.values():
+            for pair in fds.values():
+                os.close(pair[0])
+                os.close(pair[1])
+
+
+# ---------------------------------------------------------------------------
+# 2. What the processes print
+# ---------------------------------------------------------------------------
+
+
+class Lines:
+    """Bytes in, whole lines out; a progress bar's redrawings stay one line.
+
+    A bar goes back with a carriage return and overwrites itself. What a
+    terminal would show when at last a newline comes is the text after the last
+    one; until then that text is `bar`, which may be drawn over and over.
+    """
+
+    def __init__(self) -> None:
+        self.rest = b""
+        self.bar = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        *lines, self.rest = (self.rest + data).replace(b"\r\n", b"\n").split(b"\n")
+        states = [s for s in self.rest.split(b"\r") if s]
+        if b"\r" in self.rest and states:
+            self.bar = states[-1]
+            tail = b"\r" if self.rest.endswith(b"\r") else b""
+            self.rest = b"\r" + self.bar + tail  # earlier states are history
+        else:
+            self.bar = b""
+        if len(self.rest) > MAX_LINE:
+            lines.append(self.rest)
+            self.rest = b""
+        return [line.rsplit(b"\r", 1)[-1] for line in lines]
+
+
+MAX_LINE = 1 << 20
+
+
+class Console:
+    """Where the lines of all processes meet: one is written whole or not yet."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.bar_on: Any = None  # the terminal that shows an unfinished bar
+        self.broken = False  # nobody reads any more, as under `| head`
+
+    def line(self, stream: Any, text: bytes) -> None:
+        with self.lock:
+            if self.bar_on is not None:
+                self._write(self.bar_on, b"\r\x1b[K")
+                self.bar_on = None
+            self._write(stream, text + b"\n")
+
+    def bar(self, stream: Any, text: bytes) -> None:
+        if stream.isatty():  # in a file or a notebook its last state is enough
+            with self.lock:
+                self._write(stream, b"\r" + text + b"\x1b[K")
+                self.bar_on = stream
+
+    def _write(self, stream: Any, data: bytes) -> None:
+        try:
+            if hasattr(stream, "buffer"):
+                stream.flush()
+                stream.buffer.write(data)
+            else:  # a notebook's
+                stream.write(data.decode("utf-8", "replace"))
+            stream.flush()
+        except (BrokenPipeError, ValueError):  # ValueError: closed
+            self.broken = True
+
+
+# ---------------------------------------------------------------------------
+# 3. One process
+# ---------------------------------------------------------------------------
+
+# A line of stderr that begins so is likely the beginning of the end.
+LAST_WORDS = (b"Traceback (most recent call last):", b"  + Exception Group Traceback",
+              b"Fatal Python error:")
+HOLD = 5.0  # seconds that last words are held back, waiting for the end
+
+
+class Process:
+    """A worker or server: started, listened to, and at last understood."""
+
+    def __init__(self, job: Job, node: int, env: dict[str, str], fds: Sequence[int],
+                 console: Console, events: "queue.SimpleQueue[Any]"):
+        server = node >= job.world
+        self.node = node
+        self.server = server
+        self.name = f"server {node - job.world}" if server else f"rank {node}"
+        self.prefix = f"[{self.name if server else node}] ".encode()
+        self.shown = job.show is None or server or env["LOCAL_RANK"] in map(str, job.show)
+        self.code: int | None = None  # as subprocess has it: -9 is killed by signal 9
+        self.ended_by_us = False
+        self.tail: deque[bytes] = deque(maxlen=20)  # of stderr
+        self.held: list[bytes] = []  # last words, not yet shown
+        self.held_since = 0.0
+        self.console = console
+        self.events = events
+        command = list(job.server_command if server else job.command)
+        try:
+            self.process = subprocess.Popen(
+                command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, pass_fds=tuple(fds),
+                # A session of its own: the terminal's Ctrl-C goes to the launcher
+                # alone, which ends the group in order, helpers' helpers included.
+                start_new_session=True)
+        except OSError as error:
+            raise LaunchError(f"cannot start {self.name}: {command[0]!r}: {error.strerror}") \
+                from None
+        self.logs: list[Any] = [None, None]
+        if job.log_dir is not None:
+            folder = Path(job.log_dir, job.id, self.name.replace(" ", "") if server else str(node))
+            folder.mkdir(parents=True, exist_ok=True)
+            self.logs = [open(folder / f"{name}.log", "wb") for name in ("stdout", "stderr")]
+        self.pumps = [threading.Thread(target=self._pump, args=(i,), daemon=True) for i in (0, 1)]
+        for thread in (*self.pumps, threading.Thread(target=self._wait, daemon=True)):
+            thread.start()
+
+    def _pump(self, which: int) -> None:
+        """Pass on one stream of the process until its end, on a thread of its own."""
+        source: Any = (self.process.stdout, self.process.stderr)[which]
+        log = self.logs[which]
+        take = (self._out, self._err)[which]
+        lines = Lines()
+        with source, log or contextlib.nullcontext():
+            while data := source.read1(1 << 16):
+                if log is not None:
+                    log.write(data)
+                    log.flush()
+                for line in lines.feed(data):
+                    take(line)
+                if lines.bar and self.shown:
+                    self.console.bar((sys.stdout, sys.stderr)[which], self.prefix + lines.bar)
+            if lines.rest.strip():  # a line without its end
+                take(lines.rest.rstrip(b"\r").rsplit(b"\r", 1)[-1])
+
+    def _out(self, line: bytes) -> None:
+        if self.shown:
+            self.console.line(sys.stdout, self.prefix + line)
+
+    def _err(self, line: bytes) -> None:
+        self.tail.append(line)
+        if self.held or line.startswith(LAST_WORDS):
+            if not self.held:
+                self.held_since = time.monotonic()
+            self.held.append(line)
+        elif self.shown:
+            self.console.line(sys.stderr, self.prefix + line)
+
+    def release(self) -> None:
+        """Show what was held back: they were not the last words after all."""
+        held, self.held = self.held, []
+        for line in held if self.shown else ():
+            self.console.line(sys.stderr, self.prefix + line)
+
+    def _wait(self) -> None:
+        if hasattr(os, "waitid"):
+            # The ended process stays a zombie (WNOWAIT) until `close`, so that its
+            # number is not given to a stranger, whom `signal` would then hit.
+            try:
+                end = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+            except ChildProcessError:
+                return  # `close` was faster
+            assert end is not None
+            code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+        else:
+            code = self.process.wait()
+        for thread in self.pumps:  # its last words first; a helper may keep them open
+            thread.join(timeout=0.5)
+        self.events.put((self, code))
+
+    def signal(self, number: int) -> None:
+        """To the process and whatever it has started in its group."""
+        with contextlib.suppress(OSError):  # it may be gone
+            if hasattr(os, "killpg"):
+                os.killpg(self.process.pid, number)
+                os.killpg(self.process.pid, signal.SIGCONT)  # a stopped one can't hear
+            else:
+                self.process.terminate()
+
+    # What is known about the end ------------------------------------------
+
+    @property
+    def failed(self) -> bool:
+        return self.code not in (None, 0) and not self.ended_by_us
+
+    def origin(self) -> str:
+        """The line of the first exception of the last words: `ValueError: ...`."""
+        for line in self.held:
+            text = line.decode("utf-8", "replace")
+            if re.match(r"[A-Za-z_][\w.]*(:|$)", text) and not line.startswith(LAST_WORDS):
+                return text
+        return ""
+
+    @property
+    def consequence(self) -> bool:
+        """Did it only fail because it lost another?"""
+        return re.match(r"([\w.]+\.)?PeerLost\b", self.origin()) is not None
+
+    def ending(self) -> str:
+        assert self.code is not None
+        if self.code >= 0:
+            return f"ended with exit code {self.code}"
+        try:
+            name = signal.Signals(-self.code).name
+        except ValueError:
+            name = "an unnamed signal"
+        return f"was killed by signal {-self.code} ({name}){MEANING.get(-self.code, '')}"
+
+    def last_words(self) -> list[str]:
+        return [line.decode("utf-8", "replace") for line in self.held or self.tail]
+
+
+MEANING = {
+    9: ": if nobody did that by hand, the machine was out of memory (see dmesg)",
+    11: ": a crash in compiled code; PYTHONFAULTHANDLER=1 shows where",
+}
+
+
+# ---------------------------------------------------------------------------
+# 4. The group
+# ---------------------------------------------------------------------------
+
+SETTLE = 1.0  # after a failure: seconds in which the others may fail by themselves
+SETTLE_LATE = 4.0  # the same while only consequences of a failure have been seen
+
+# Run beside the group. Its standard input ends when the launcher ends, however
+# that comes about; then it ends the groups whose numbers it has read. So nothing
+# survives `kill -9` of the launcher, whatever the workers are doing.
+GUARD = """
+import os, signal, sys, time
+groups = [int(line) for line in sys.stdin]
+def tell(number):
+    alive = []
+    for group in groups:
+        try:
+            os.killpg(group, number)
+            alive.append(group)
+        except OSError:
+            pass
+    return alive
+tell(signal.SIGTERM)
+tell(signal.SIGCONT)
+end = time.monotonic() + float(sys.argv[1])
+while tell(0) and time.monotonic() < end:
+    time.sleep(0.05)
+tell(signal.SIGKILL)
+"""
+
+
+@dataclass
+class Report:
+    """How a run ended: the exit code, what to say about it, the signal that ended it."""
+
+    code: int
+    text: str = ""
+    interrupted: int = 0
+
+
+def run(job: Job) -> Report:
+    """Start the group, pass on its output, wait for its end; leave nothing running."""
+    group = Group(job)
+    with contextlib.ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            stack.enter_context(group.signals_as_events())
+        stack.callback(group.close)
+        group.start()
+        return group.watch()
+
+
+class Group:
+    def __init__(self, job: Job):
+        self.job = job
+        self.console = Console()
+        self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.processes: list[Process] = []
+        self.running: list[Process] = []
+        self.failures: list[Process] = []  # in the order in which they were seen
+        self.stubborn: list[Process] = []  # killed, because SIGTERM did not help
+        self.guard: subprocess.Popen[bytes] | None = None
+        self.notes: list[str] = []  # what there is to say at the end
+        self.interrupted = 0
+        self.timed_out = False
+        self.failed_at = self.kill_at = self.workers_done_at = float("inf")
+
+    @contextlib.contextmanager
+    def signals_as_events(self) -> Iterator[None]:
+        """While the group runs, a signal is one more event in its queue."""
+        names = [n for n in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, n)]
+        before = {n: signal.getsignal(getattr(signal, n)) for n in names}
+        before = {n: h for n, h in before.items() if h is not signal.SIG_IGN}  # nohup
+        for name in before:
+            signal.signal(getattr(signal, name), lambda number, _: self.events.put(number))
+        try:
+            yield
+        finally:
+            for name, handler in before.items():
+                signal.signal(getattr(signal, name), handler)
+
+    def start(self) -> None:
+        job = self.job
+        if os.name == "posix":
+            self.guard = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", GUARD, str(job.grace)],
+                stdin=subprocess.PIPE, start_new_session=True)
+        listener = listen(job)
+        nodes = job.nodes()
+        mesh = pipe_mesh(nodes) if job.transport == "pipe" else ((n, {}) for n in nodes)
+        with listener or contextlib.nullcontext(), contextlib.closing(mesh):
+            for node, pipes in mesh:
+                env = job.environment(node)
+                fds = [fd for pair in pipes.values() for fd in pair]
+                if pipes:
+                    env["MINIDIST_PIPES"] = ",".join(
+                        f"{peer}:{r}:{w}" for peer, (r, w) in pipes.items())
+                if listener is not None and node == 0:
+                    env["MINIDIST_LISTEN_FD"] = str(listener.fileno())
+                    fds.append(listener.fileno())
+                process = Process(job, node, env, fds, self.console, self.events)
+                self.processes.append(process)
+                self.running.append(process)
+                if self.guard is not None:
+                    self.guard.stdin.write(b"%d\n" % process.process.pid)  # type: ignore
+                    self.guard.stdin.flush()  # type: ignore
+
+    def watch(self) -> Report:
+        deadline = time.monotonic() + (self.job.timeout or float("inf"))
+        while self.running:
+            with contextlib.suppress(queue.Empty):
+                event = self.events.get(timeout=0.25)
+                if isinstance(event, tuple):
+                    self.ended(*event)
+                elif self.interrupted:
+                    self.kill()  # Ctrl-C again: now
+                else:
+                    self.interrupted = event
+                    self.stop()
+            now = time.monotonic()
+            for process in self.running:
+                if process.held and now - process.held_since > HOLD:
+                    process.release()
+            if now > self.kill_at:
+                self.kill()
+            elif self.kill_at < float("inf"):
+                continue  # being stopped already
+            elif self.console.broken:
+                self.interrupted = 13  # SIGPIPE, what ends `yes | head`
+                self.stop()
+            elif now > deadline:
+                self.timed_out = True
+                self.notes.append(f"minidist: {names(self.running)} still ran after "
+                                  f"{self.job.timeout:g} s, the timeout, and was ended")
+                self.stop()
+            elif self.failures:
+                known = not all(p.consequence for p in self.failures)
+                if now > self.failed_at + (SETTLE if known else SETTLE_LATE):
+                    self.stop()
+            elif now > self.workers_done_at + self.job.grace:
+                self.notes.append(f"minidist: {names(self.running)} still ran {self.job.grace:g} s "
+                                  "after the last worker had ended, and was ended")
+                self.stop()
+        return self.report()
+
+    def ended(self, process: Process, code: int) -> None:
+        self.running.remove(process)
+        process.code = code
+        process.ended_by_us = self.kill_at < float("inf") and code < 0
+        if process.failed:
+            self.failures.append(process)
+            self.failed_at = min(self.failed_at, time.monotonic())
+        else:
+            process.release()
+        if all(p.server for p in self.running):
+            self.workers_done_at = min(self.workers_done_at, time.monotonic())
+
+    def stop(self) -> None:
+        """Ask all to end, and be ready to insist."""
+        self.kill_at = time.monotonic() + self.job.grace
+        for process in self.running:
+            process.signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.kill_at = time.monotonic() + self.job.grace
+        for process in self.running:
+            if process not in self.stubborn:
+                self.stubborn.append(process)
+            process.signal(getattr(signal, "SIGKILL", signal.SIGTERM))
+
+    def report(self) -> Report:
+        lines = self.notes
+        if self.interrupted:
+            name = signal.Signals(self.interrupted).name
+            lines.append(f"minidist: {name}: ended {names(self.processes)}")
+            return Report(128 + self.interrupted, "\n".join(lines), self.interrupted)
+        if self.stubborn:
+            lines.append(f"minidist: {names(self.stubborn)} had to be killed, {self.job.grace:g} s "
+                         "after SIGTERM")
+        if not self.failures:
+            return Report(124 if self.timed_out else 0, "\n".join(lines))
+        cause = next((p for p in self.failures if not p.consequence), self.failures[0])
+        lines += [f"{p.prefix.decode()}{p.origin() or p.ending()}"
+                  for p in self.failures if p is not cause]
+        words = cause.last_words()
+        lines.append(f"minidist: root cause: {cause.name} {cause.ending()}"
+                     + (". Its last lines:" if words else ""))
+        assert cause.code is not None
+        code = cause.code if cause.code > 0 else 128 - cause.code
+        return Report(code, "\n".join(lines + words))
+
+    def close(self) -> None:
+        """The end of all that is left; a helper of a worker that ended, too."""
+        for process in self.processes:
+            process.signal(getattr(signal, "SIGKILL", signal.SIGTERM))
+            process.process.wait()
+            for thread in process.pumps:
+                thread.join(timeout=1)
+        if self.guard is not None:
+            self.guard.kill()
+            self.guard.wait()
+            self.guard.stdin.close()  # type: ignore[union-attr]
+
+
+def names(processes: Sequence[Process]) -> str:
+    return ", ".join(p.name for p in processes)
+
+
+# ---------------------------------------------------------------------------
+# 5. A function instead of a script
+# ---------------------------------------------------------------------------
+
+
+def launch(fn: Callable[..., Any], args: Sequence[Any] = (), workers: int = 2,
+           transport: str = "tcp", servers: int = 0, timeout: float | None = None,
+           server_command: Sequence[str] = ()) -> list[Any]:
+    """Call fn(*args) on every worker of a new group; return what each returned, by rank.
+
+        def train(lr):
+            dist.init_process_group()
+            ...
+            return loss.item()
+
+        losses = md.launch(train, args=(0.1,), workers=4)
+
+    The workers are new processes. A function that they can import, they import.
+    Any other (of a notebook cell, of the script that is running) travels as its
+    source text, with the functions, classes, modules and plain values that it
+    names. Values that travel, both ways: None, numbers, strings, bytes, lists,
+    tuples, sets, dicts, NumPy arrays and Tensors (their values, no graph).
+    Models, optimizers and open files are best made inside the function.
+
+    `timeout` is in seconds, for all of it. What a worker prints appears here with
+    its rank before it. If one fails, LaunchError says which one and why.
+    """
+    with tempfile.TemporaryDirectory(prefix="minidist-") as folder:  # mode 0700
+        path = Path(folder)
+        remote.send(path, fn, args)
+        job = Job([sys.executable, remote.__file__, folder], workers, transport, servers,
+                  server_command, timeout=timeout)
+        report = run(job)
+        if report.interrupted:  # the handlers are back: what it would have done
+            signal.raise_signal(report.interrupted)
+        if report.code:
+            raise LaunchError(report.text)
+        return [remote.load(path / f"result{rank}") for rank in range(workers)]
+
+
+# ---------------------------------------------------------------------------
+# 6. The command line
+# ---------------------------------------------------------------------------
+
+EXAMPLES = """\
+examples:
+  minidist launch --nproc-per-node 4 train.py --epochs 3
+      four workers on this machine, joined by TCP
+  minidist launch --nproc-per-node 2 --transport udp --servers 1 train.py
+      over UDP, with a parameter server
+  minidist launch --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --master-port 29500 \\
+      --nproc-per-node 4 train.py
+      the first of two machines; on the other --node-rank 1. Both need the same
+      MINIDIST_KEY in the environment: python -c "import secrets; print(secrets.token_hex(32))"
+
+The flags, the variables RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT, and the meaning of both are torchrun's, so a script starts under either.
+"""
+
+
+def main(argv: Sequence[str] | None = None, server_command: Sequence[str] = (),
+         prog: str = "minidist launch") -> int:
+    """`minidist launch`; returns the exit code: that of the failure that came first."""
+    parser = argparse.ArgumentParser(
+        prog=prog, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Run a script as a group of workers, and end them together.")
+
+    def add(flag: str, **rest: Any) -> None:
+        spelled = dict.fromkeys([flag, "--" + flag[2:].replace("-", "_")])  # torchrun takes both
+        parser.add_argument(*spelled, **rest)
+
+    add("--nproc-per-node", default="1", metavar="N",
+        help="workers on this machine; auto or cpu: one a core (default 1)")
+    add("--transport", default="tcp", metavar="NAME",
+        help="pipe, tcp, udp or a plugin's name (default tcp)")
+    add("--servers", type=int, default=0, metavar="K", help="parameter servers (default 0)")
+    add("--nnodes", default="1", metavar="M", help="machines (default 1)")
+    add("--node-rank", type=int, default=0, help="this machine's number, from 0 (default 0)")
+    add("--master-addr", default="127.0.0.1", help="address of machine 0 (default 127.0.0.1)")
+    add("--master-port", type=int, default=0,
+        help="port on machine 0 (default 29500, on a single machine any free one)")
+    add("--standalone", action="store_true", help="one machine and a free port, as by default")
+    add("--max-restarts", type=int, default=0, help="only 0: a failed group is not restarted")
+    add("--log-dir", metavar="DIR", help="keep each worker's output in DIR/JOB/RANK/*.log")
+    add("--local-ranks-filter", metavar="0,1", help="show the output of these local ranks only")
+    add("--shutdown-timeout", type=float, default=10, metavar="S",
+        help="seconds between SIGTERM and SIGKILL (default 10)")
+    parser.add_argument("-m", "--module", action="store_true", help="run a module: python -m")
+    add("--no-python", action="store_true", help="run a program that is no Python script")
+    parser.add_argument("script", help="the script, module or program that every worker runs")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    flags = parser.parse_args(argv)
+    try:
+        report = run(job_of(flags, server_command))
+    except LaunchError as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 2
+    if report.text:
+        print(report.text, file=sys.stderr, flush=True)
+    return report.code
+
+
+def job_of(flags: argparse.Namespace, server_command: Sequence[str]) -> Job:
+    if flags.max_restarts != 0:
+        raise LaunchError(f"--max-restarts {flags.max_restarts}: restarting a group is not there "
+                          "yet; resume from a checkpoint instead (--max-restarts 0)")
+    low, _, high = flags.nnodes.partition(":")
+    if high not in ("", low) or not low.isdigit() or int(low) < 1:
+        raise LaunchError(f"--nnodes {flags.nnodes}: a number of machines is needed, from 1; a "
+                          "group does not grow or shrink while it runs")
+    machines = 1 if flags.standalone else int(low)
+    count = flags.nproc_per_node
+    if count in ("auto", "cpu"):
+        count = str(cores())
+    if not count.isdigit():
+        raise LaunchError(f"--nproc-per-node {count}: a number is needed, or auto, or cpu")
+    show = None
+    if flags.local_ranks_filter:
+        try:
+            show = [int(rank) for rank in flags.local_ranks_filter.split(",")]
+        except ValueError:
+            raise LaunchError(f"--local-ranks-filter {flags.local_ranks_filter}: numbers joined "
+                              "by commas are needed, like 0,2") from None
+    command = [flags.script, *flags.args]
+    if not flags.no_python:
+        command = [sys.executable, *(["-m"] if flags.module else []), *command]
+        if not flags.module and not os.path.isfile(flags.script):
+            raise LaunchError(f"there is no script {flags.script!r} in {os.getcwd()}")
+    job = Job(command, int(count), flags.transport, flags.servers, server_command, machines,
+              0 if flags.standalone else flags.node_rank, flags.master_addr, flags.master_port,
+              flags.log_dir, show, flags.shutdown_timeout)
+    if machines > 1:
+        # Every machine has a launcher of its own, and all must say the same.
+        job.key = os.environ.get("MINIDIST_KEY", "")
+        if not re.fullmatch(r"[0-9a-fA-F]{64}", job.key):
+            raise LaunchError(
+                f"{machines} machines need one secret key, in MINIDIST_KEY on each. Make it once: "
+                'python -c "import secrets; print(secrets.token_hex(32))"')
+        job.master_port = job.master_port or 29500
+        job.id = os.environ.get("MINIDIST_JOB") or f"{job.master_addr}:{job.master_port}"
+    return job
+
