@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+STATS = ("bytes_sent", "bytes_received", "messages_sent", "messages_received",
+         "retransmissions")
 LONGEST_WAIT = 24 * 3600.0      # timeouts are clamped to a day: no overflow, no "for ever"
 
 
@@ -33,12 +35,9 @@ class TransportError(RuntimeError):
 class PeerLost(TransportError):
     """A node died, fell silent, left or gave up while somebody needed it."""
 
-    def __init__(self, peer: int, reason: str, doing: str = "", node: int | None = None):
-        self.peer, self.reason, self.doing, self.node = peer, reason, doing, node
-        text = f"node {peer} lost ({reason})"
-        if node is not None:
-            text += f" while node {node} " + (f"was in {doing}" if doing else "needed it")
-        super().__init__(text)
+    def __init__(self, peer: int, reason: str, doing: str = "", text: str = ""):
+        self.peer, self.reason, self.doing = peer, reason, doing
+        super().__init__(text or f"node {peer} lost ({reason})" + f" in {doing}" * bool(doing))
 
 
 class Timeout(TransportError, TimeoutError):
@@ -74,13 +73,13 @@ class Transport(ABC):
     node: int                   # this node
     size: int                   # workers + servers
     doing: str = ""             # "all_reduce #57 (fc1.weight)": errors and stall reports say it
-    stats: dict[str, int]       # bytes_sent bytes_received messages_sent messages_received
-    #                             retransmissions
+    stats: dict[str, int]       # STATS
     on_lost: Callable[[int, str], None] | None = None
     # Without on_lost the loss of any peer ends every wait with PeerLost: one
     # rank less means no sum. With it (parameter servers, asynchronous workers)
     # the loss is told once, by on_lost(peer, reason) and by recv_any raising
-    # PeerLost, and work with the other peers goes on.
+    # PeerLost, and work with the other peers goes on. on_lost may run in the
+    # keeper's thread and must not call the transport.
 
     @abstractmethod
     def send(self, peer: int, kind: int, fields: Sequence = (), buffers: Sequence = (), *,
@@ -153,7 +152,7 @@ class Stream(ABC):
         (a driver that must linger for it does so in Driver.close)."""
 
 
-class Driver(ABC):
+class Driver:
     """Makes Streams. A driver is thin: it moves bytes and keeps no protocol.
 
     node.py makes one per process, Driver(config), and calls it under one lock,
@@ -161,6 +160,7 @@ class Driver(ABC):
     """
     def __init__(self, config: Config):
         self.config = config
+        self.stats = dict.fromkeys(STATS, 0)    # the transport's; a driver counts retransmissions
         self.connected: dict[int, Stream] = {}
         # Streams that exist from the start (pipes), by peer. A driver that
         # has any is never asked to listen or to dial.
@@ -226,6 +226,7 @@ class Config:
     heartbeat: float = 1.0                  # ping a peer after so much silence
     heartbeat_timeout: float = 10.0         # after so much silence it is lost
     insecure: bool = False                  # listen beyond loopback without a key
+    checksums: bool = False                 # CRC-32 of payloads, where both sides want it
 
     def __post_init__(self) -> None:
         size = self.workers + self.servers

@@ -16,10 +16,10 @@ import os
 import struct
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from . import ProtocolError
+from . import Config, ProtocolError
 
 # ---- 1 limits ------------------------------------------------------------------
 # Every number that bounds what a peer can make us hold or wait for.
@@ -66,6 +66,7 @@ ERRORS = {
     32: Error("ABORTED", "job", False, "a node gave up, for the reason in the text"),
     33: Error("MISMATCH", "job", False, "nodes call different operations, or with other sizes"),
     34: Error("SILENT", "connection", True, "nothing was heard for heartbeat_timeout"),
+    35: Error("LOST", "connection", True, "a connection ended without GOODBYE"),
     48: Error("UNSUPPORTED_DTYPE", "request", False, "a dtype code that is not in the table"),
     49: Error("NOT_READY", "request", True, "the server has no parameters yet: INIT comes first"),
     50: Error("BAD_RANGE", "request", False, "an element range outside this server's slice"),
@@ -143,10 +144,10 @@ class Cursor:
             raise broken("BAD_FIELDS", f"{len(self.data) - self.at} bytes after the last value")
 
 
-PACK = {"text": pack_text, "shape": pack_shape, "numbers": pack_numbers}
+PACK: dict[str, Callable] = {"text": pack_text, "shape": pack_shape, "numbers": pack_numbers}
 PACK.update({name: struct.Struct(">" + form).pack for name, form in SCALARS.items()})
-TAKE = {"text": Cursor.text, "shape": Cursor.shape, "numbers": Cursor.numbers}
-TAKE.update({name: (lambda form: lambda cursor: cursor.take(form)[0])(">" + form)
+TAKE: dict[str, Callable] = {"text": Cursor.text, "shape": Cursor.shape, "numbers": Cursor.numbers}
+TAKE.update({name: lambda cursor, form=">" + form: cursor.take(form)[0]
              for name, form in SCALARS.items()})
 
 
@@ -271,3 +272,515 @@ def unpack_manifest(data: Any) -> list[Entry]:
         entries.append(Entry(name, dtype, shape, bool(grad)))
     cursor.end()
     return entries
+
+
+class Member(NamedTuple):
+    """A node as ROSTER tells it to all."""
+    node: int
+    role: int                   # 0 worker, 1 server
+    incarnation: int            # random for each process: a restarted node is another one
+    address: str                # where it can be dialled; "" if it cannot
+
+
+def pack_roster(members: Sequence[Member]) -> bytes:
+    return b"".join(struct.pack(">IBI", *member[:3]) + pack_text(member.address)
+                    for member in members)
+
+
+def unpack_roster(count: int, data: Any) -> list[Member]:
+    cursor = Cursor(data)
+    members = [Member(*cursor.take(">IBI"), cursor.text()) for _ in range(min(count, MAX_NODES))]
+    cursor.end()
+    return members
+
+
+# ---- 5 greeting and keys -----------------------------------------------------------
+# The first 64 bytes in each direction. Magic, versions and their places never change.
+
+GREETING = struct.Struct(">4sBBcBIQ8s32sI")
+MAGIC = b"MDP\x01"
+DIALER, ACCEPTOR = b"D", b"A"
+NO_KEY, PSK_HMAC = 0, 1         # mechanisms
+CHECKSUMS = 1                   # capability bit: frames carry a CRC-32 of their payload
+
+
+class Greeting(NamedTuple):
+    magic: bytes
+    major: int
+    minor: int
+    side: bytes
+    mechanism: int
+    max_frame: int              # payload bytes that this side accepts in a frame
+    capabilities: int           # bits; both sides use what both have
+    job: bytes                  # first 8 bytes of SHA-256 of the job's name
+    nonce: bytes                # 32 random bytes, new for each connection
+    generation: int
+
+
+def greet(config: Config, side: bytes, nonce: bytes) -> bytes:
+    return GREETING.pack(
+        MAGIC, MAJOR, MINOR, side, NO_KEY if config.key is None else PSK_HMAC, MAX_FRAME,
+        CHECKSUMS * config.checksums, job_hash(config.job), nonce, config.generation)
+
+
+def job_hash(job: str) -> bytes:
+    return hashlib.sha256(job.encode()).digest()[:8]
+
+
+def check_greeting(data: Any, config: Config, side: bytes) -> Greeting:
+    """The other side's greeting, checked in this order; `side` is what it must be."""
+    it = Greeting(*GREETING.unpack(data))
+    mechanism = NO_KEY if config.key is None else PSK_HMAC
+    if it.magic != MAGIC:
+        raise broken("NOT_MINIDIST", f"not a minidist node: it begins with {bytes(data[:16])!r}")
+    if it.major != MAJOR:
+        raise broken("VERSION", f"it speaks MDP/{it.major}.{it.minor}, this node MDP/{MAJOR}."
+                                f"{MINOR}; install the same minidist on all nodes")
+    if it.side != side:
+        raise broken("NOT_MINIDIST", f"it greets as side {it.side!r} and not {side!r}")
+    if it.mechanism != mechanism:
+        has = ("it has no key, this node has one", "it has a key, this node has none")
+        raise broken("AUTH_REQUIRED", f"{has[mechanism == NO_KEY]}; set the same MINIDIST_KEY "
+                                      f"on all nodes")
+    if it.job != job_hash(config.job):
+        raise broken("WRONG_JOB", f"it belongs to another job than {config.job!r}; is the port "
+                                  f"used by two runs? Compare MINIDIST_JOB and MASTER_PORT")
+    if it.generation != config.generation:
+        raise broken("GENERATION", f"it is in generation {it.generation}, "
+                                   f"this node in {config.generation}")
+    if it.max_frame < MAX_FIELDS:
+        raise broken("TOO_LARGE", f"it accepts frames of {it.max_frame} bytes; "
+                                  f"the least is {MAX_FIELDS}")
+    return it
+
+
+def derive(key: bytes, salt: bytes, label: bytes) -> bytes:
+    """HKDF-SHA256 (RFC 5869), one block: a key for one purpose, of this connection."""
+    extracted = hmac.digest(salt, key, "sha256")
+    return hmac.digest(extracted, label + b"\x01", "sha256")
+
+
+def prove(key: bytes, dialer: bytes, acceptor: bytes, side: bytes) -> bytes:
+    """What only a holder of the key can say about these two greetings. The side
+    is in the label, so a proof sent back to its maker is worth nothing."""
+    transcript = hashlib.sha256(dialer + acceptor).digest()
+    label = b"minidist1 dialer proof" if side == DIALER else b"minidist1 acceptor proof"
+    return hmac.digest(derive(key, transcript, label), transcript, "sha256")
+
+
+# ---- 6 frames ------------------------------------------------------------------------
+#  0 u16 magic "MD"   2 u8 kind   3 u8 flags   4 u16 fields   6 u16 channel
+#  8 u32 payload of this frame   12 u32 generation   16 u64 payload of the message
+# 24 u32 CRC-32 of the fields (and the payload, with CHECKSUMS)
+# 28 u32 CRC-32 of bytes 0..27: a damaged length is never believed
+# Then the fields, then the payload.
+
+HEAD = struct.Struct(">HBBHHIIQI")
+HEADER = struct.Struct(">HBBHHIIQII")
+CRC = struct.Struct(">I")
+FRAME_MAGIC = 0x4D44
+MORE = 1                        # flag: the message goes on in a later frame
+
+
+def pack_header(kind: int, flags: int, channel: int, generation: int, fields: bytes,
+                payload: int, total: int, checksum: int) -> bytes:
+    """A frame's header and fields."""
+    head = HEAD.pack(FRAME_MAGIC, kind, flags, len(fields), channel, payload, generation,
+                     total, checksum)
+    return head + CRC.pack(zlib.crc32(head)) + fields
+
+
+def pack_frame(kind: int, values: Sequence = (), payload: bytes = b"", *, channel: int = 0,
+               generation: int = 0, checksums: bool = False) -> bytes:
+    """A whole message of one frame, for what is small."""
+    fields = MESSAGES[kind].pack(values)
+    checksum = zlib.crc32(payload if checksums else b"", zlib.crc32(fields))
+    return pack_header(kind, 0, channel, generation, fields, len(payload), len(payload),
+                       checksum) + payload
+
+
+class Outgoing:
+    """A message on its way out: cut into frames that copy no payload."""
+    __slots__ = ("kind", "channel", "fields", "views", "total", "at", "first", "sent")
+
+    def __init__(self, kind: int, fields: Sequence, buffers: Sequence, channel: int):
+        self.kind, self.channel = kind, channel
+        self.fields = MESSAGES[kind].pack(fields)
+        self.views = [as_bytes(buffer) for buffer in buffers]
+        self.total = sum(map(len, self.views))
+        if self.total > MAX_MESSAGE or len(self.fields) > MAX_FIELDS:
+            raise broken("TOO_LARGE", f"{self.total} bytes of payload and {len(self.fields)} of "
+                                      f"fields; the most is {MAX_MESSAGE} and {MAX_FIELDS}")
+        self.at, self.first = 0, True
+        self.sent = False                       # the last byte was handed over
+
+    @property
+    def done(self) -> bool:
+        return self.at == self.total and not self.first
+
+    def frame(self, limit: int, generation: int, checksums: bool) -> list:
+        """The next frame of at most `limit` payload bytes, as views to send."""
+        taken, room = [], limit
+        while self.views and room:
+            view = self.views[0]
+            if len(view) <= room:
+                taken.append(self.views.pop(0))
+            else:
+                taken.append(view[:room])
+                self.views[0] = view[room:]
+            room -= len(taken[-1])
+        size = limit - room
+        self.at += size
+        fields, self.fields, self.first = self.fields, b"", False
+        checksum = zlib.crc32(fields)
+        if checksums:
+            for view in taken:
+                checksum = zlib.crc32(view, checksum)
+        flags = MORE if self.at < self.total else 0
+        return [pack_header(self.kind, flags, self.channel, generation, fields, size,
+                            self.total, checksum), *taken]
+
+
+class Incoming:
+    """A message on its way in."""
+    __slots__ = ("kind", "channel", "fields", "total", "got", "view", "payload", "done", "post")
+
+    def __init__(self, kind: int, channel: int, fields: tuple, total: int):
+        self.kind, self.channel, self.fields, self.total = kind, channel, fields, total
+        self.got, self.done = 0, False
+        self.view: memoryview               # where the payload goes, and
+        self.payload: Any = b""             # what it is a view of
+        self.post: Any = None               # the receive that waits for it, if any
+
+    def hold(self) -> None:
+        """Take memory of our own. Zeroed pages cost nothing until bytes arrive."""
+        self.payload = bytearray(self.total)
+        self.view = memoryview(self.payload)
+
+
+def as_bytes(buffer: Any) -> memoryview:
+    """A flat view of a contiguous buffer's bytes (a cast refuses empty shapes)."""
+    view = memoryview(buffer)
+    if view.format == "B" and view.ndim == 1 and view.contiguous:
+        return view
+    if not view.c_contiguous:
+        raise ValueError("the array is not contiguous; pass np.ascontiguousarray(it)")
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+# ---- 7 session -----------------------------------------------------------------------
+
+GREET, PROVE, JOINING, DECIDE, OPEN, CLOSED = (
+    "greeting", "proving", "joining", "deciding", "open", "closed")
+# What may arrive in a state; None: everything else that is not in the table.
+EXPECTED = {
+    PROVE: (PROOF, ERROR),
+    (JOINING, ACCEPTOR): (JOIN, ERROR),
+    (JOINING, DIALER): (WELCOME, ERROR),
+    DECIDE: (ERROR,),
+}
+
+
+class Session:
+    """One end of one connection.
+
+    In:  space() says where the next bytes belong, received() that they are
+         there, tick() what time it is.
+    Out: `out` holds whole control frames to send; received() returns complete
+         messages; `timer` is when tick() is due. Broken rules raise
+         ProtocolError, after an ERROR for the peer was put into `out`.
+
+    Dialer and acceptor go through: greeting, proving (with a key), joining,
+    (acceptor: deciding,) open, closed.
+    """
+
+    def __init__(self, config: Config, dialer: bool, now: float, *, incarnation: int = 0,
+                 address: str = "", patience: float = HANDSHAKE_TIMEOUT,
+                 random: Callable[[int], bytes] = os.urandom):
+        self.config, self.state = config, GREET
+        self.side, self.other = (DIALER, ACCEPTOR) if dialer else (ACCEPTOR, DIALER)
+        self.incarnation, self.address = incarnation, address
+        self.out: deque[bytes] = deque()
+        self.place: Callable[[Incoming], bool] = lambda message: message.hold() or True
+        self.doing: Callable[[], str] = str
+        self.deadline = now + patience          # of the handshake, in total
+        self.heard = self.pinged = self.ticked = now
+        self.peer_doing, self.pings = "", 0
+        self.said_goodbye = self.left = self.paused = self.checksums = False
+        self.max_frame = MAX_FRAME
+        self._greeting = greet(config, self.side, random(32))
+        self._scratch = memoryview(bytearray(SCRATCH + HEADER.size + MAX_FIELDS))
+        self._start = self._end = 0             # the bytes in scratch that are not parsed
+        self._message: Incoming | None = None   # whose payload is being read, and how
+        self._rest = self._sum = 0              # much of this frame is still to come
+        self._flags = self._checksum = 0
+        self._partial: dict[int, Incoming] = {}     # by channel: messages with MORE to come
+        if dialer:
+            self.out.append(self._greeting)
+
+    # -- bytes in
+
+    def space(self) -> memoryview:
+        """Where to put the next bytes: into the message itself when it can be."""
+        message = self._message
+        if self.state == CLOSED:
+            return self._scratch
+        if message is not None:
+            return message.view[message.got:message.got + min(self._rest, PIECE)]
+        if self._start:                         # move a cut header to the front
+            size = self._end - self._start
+            self._scratch[:size] = self._scratch[self._start:self._end]
+            self._start, self._end = 0, size
+        return self._scratch[self._end:self._end + SCRATCH]
+
+    def received(self, count: int, now: float) -> list[Incoming]:
+        """`count` bytes are in space(); returns the messages that they complete."""
+        self.heard = now
+        if self.state == CLOSED:                # the connection drains: let the bytes go
+            return []
+        if self._message is None:
+            self._end += count
+            return self.parse()
+        events: list[Incoming] = []
+        try:
+            self._took(count, events)
+        except ProtocolError as error:
+            self.fail(error)
+            raise
+        return events
+
+    def parse(self) -> list[Incoming]:
+        """Take apart what is in scratch; also called to go on after a pause."""
+        events: list[Incoming] = []
+        self.paused = False
+        try:
+            if self.state == GREET and not self._hear_greeting():
+                return events
+            while self.state != CLOSED:
+                if self._message is not None:
+                    count = min(self._end - self._start, self._rest)
+                    if not count:
+                        break
+                    message, start = self._message, self._start
+                    message.view[message.got:message.got + count] = \
+                        self._scratch[start:start + count]
+                    self._start += count
+                    self._took(count, events)
+                elif not self._begin_frame(events):
+                    break
+        except ProtocolError as error:
+            self.fail(error)
+            raise
+        if self._start == self._end:
+            self._start = self._end = 0
+        return events
+
+    def _hear_greeting(self) -> bool:
+        have = self._scratch[self._start:min(self._end, self._start + GREETING.size)]
+        if bytes(have[:4]) != MAGIC[:len(have)]:        # strangers leave at the first wrong byte
+            raise broken("NOT_MINIDIST", f"not a minidist node: it begins with {bytes(have)!r}")
+        if len(have) < GREETING.size:
+            return False
+        self._start += GREETING.size
+        if self.side == ACCEPTOR:               # answer even what is wrong: it tells versions
+            self.out.append(self._greeting)
+        theirs = check_greeting(have, self.config, self.other)
+        self._dialer, self._acceptor = ((self._greeting, bytes(have)) if self.side == DIALER
+                                        else (bytes(have), self._greeting))
+        self.max_frame = min(MAX_FRAME, theirs.max_frame)
+        self.checksums = self.config.checksums and bool(theirs.capabilities & CHECKSUMS)
+        if self.config.key is not None:
+            self.state = PROVE
+            if self.side == ACCEPTOR:           # it proves first
+                self._say(PROOF, (self._proof(ACCEPTOR),))
+        else:
+            self._begin_joining()
+        return True
+
+    def _proof(self, side: bytes) -> bytes:
+        assert self.config.key is not None
+        return prove(self.config.key, self._dialer, self._acceptor, side)
+
+    def _begin_joining(self) -> None:
+        self.state = JOINING
+        if self.side == DIALER:
+            role = int(self.config.role == "server")
+            self._say(JOIN, (self.config.node, role, self.incarnation, self.address))
+
+    def _begin_frame(self, events: list) -> bool:
+        """Parse a header and its fields, if all of them are there."""
+        have = self._end - self._start
+        if have < HEADER.size:
+            return False
+        (magic, kind, flags, size, channel, length, generation, total, body, crc
+         ) = HEADER.unpack_from(self._scratch, self._start)
+        start = self._start + HEADER.size
+        if crc != zlib.crc32(self._scratch[self._start:start - 4]) or magic != FRAME_MAGIC:
+            raise broken("BAD_FRAME", "a header's checksum or magic is wrong: the stream is "
+                                      "damaged, or the other side is not minidist")
+        early = self.state != OPEN
+        if size > (MAX_EARLY if early else MAX_FIELDS) or total > MAX_MESSAGE or length > (
+                0 if early else MAX_FRAME):
+            raise broken("TOO_LARGE", f"a frame of kind {kind} with {size} bytes of fields and "
+                                      f"{length} of payload ({total} in all)")
+        if have < HEADER.size + size:
+            return False
+        fields = self._scratch[start:start + size]
+        checksum = zlib.crc32(fields)
+        if checksum != body and not self.checksums:
+            raise broken("BAD_FRAME", f"the checksum of a {describe(kind, ())}'s fields is wrong")
+        if flags & ~MORE or length > total or generation != self.config.generation:
+            raise broken("BAD_FRAME", f"flags {flags:#x}, {length} of {total} payload bytes, "
+                                      f"generation {generation}")
+        message = self._partial.get(channel) if kind not in SESSION_KINDS else None
+        if message is None:
+            message = self._begin_message(kind, channel, flags, fields, length, total)
+            if message is None:
+                return False                    # paused: this header is read again later
+            if flags & MORE:
+                self._partial[channel] = message
+        elif kind != message.kind or size or total != message.total:
+            raise broken("UNEXPECTED", f"{describe(kind, ())} inside a "
+                                       f"{describe(message.kind, message.fields)} on its channel")
+        if message.got + length > total or (flags & MORE and not length) or (
+                not flags & MORE and message.got + length != total):
+            raise broken("BAD_FRAME", f"{message.got} + {length} of {total} payload bytes, "
+                                      f"flags {flags:#x}")
+        self._start = start + size
+        self._message, self._rest, self._flags = message, length, flags
+        self._sum, self._checksum = checksum, body
+        if not length:
+            self._took(0, events)
+        return True
+
+    def _begin_message(self, kind: int, channel: int, flags: int, fields: memoryview,
+                       length: int, total: int) -> Incoming | None:
+        expected = EXPECTED.get(self.state) or EXPECTED.get((self.state, self.side))
+        if (kind not in expected if expected else kind in (PROOF, JOIN, WELCOME)) or self.left:
+            raise broken("UNEXPECTED", f"{describe(kind, ())} while {self.state}"
+                                       f"{' after GOODBYE' * self.left}")
+        layout = MESSAGES.get(kind)
+        if layout is None and kind < SKIPPABLE:
+            raise broken("UNKNOWN_KIND", f"a message of kind {kind}")
+        message = Incoming(kind, channel, layout.unpack(fields) if layout else (), total)
+        if kind in SESSION_KINDS or layout is None:
+            if channel or flags or length != total or (length and layout and kind != ROSTER):
+                raise broken("BAD_FRAME", f"{describe(kind, ())} on channel {channel} with flags "
+                                          f"{flags:#x} and {length} bytes of payload")
+            message.hold()
+        elif not self.place(message):
+            self.paused = True
+            return None
+        return message
+
+    def _took(self, count: int, events: list) -> None:
+        """`count` payload bytes are in their place; is the frame complete?"""
+        message = self._message
+        assert message is not None
+        if self.checksums:
+            self._sum = zlib.crc32(message.view[message.got:message.got + count], self._sum)
+        message.got += count
+        self._rest -= count
+        if self._rest:
+            return
+        self._message = None
+        if self.checksums and self._sum != self._checksum:
+            raise broken("CHECKSUM", f"the payload of {describe(message.kind, message.fields)} "
+                                     f"is damaged")
+        if not self._flags & MORE:
+            self._partial.pop(message.channel, None)
+            message.done = True
+            self._complete(message, events)
+
+    def _complete(self, message: Incoming, events: list) -> None:
+        kind = message.kind
+        if kind not in SESSION_KINDS:
+            if kind in MESSAGES:                # who does not know a kind skips it
+                events.append(message)
+        elif kind == PROOF:
+            if not hmac.compare_digest(message.fields[0], self._proof(self.other)):
+                raise broken("AUTH_FAILED", "the keys differ; set the same MINIDIST_KEY on all "
+                                            "nodes")
+            if self.side == DIALER:
+                self._say(PROOF, (self._proof(DIALER),))
+            self._begin_joining()
+        elif kind == PING:
+            self.peer_doing = message.fields[1]
+            if len(self.out) < MAX_CONTROL:     # a flood is answered as fast as answers leave
+                self._say(PONG, (message.fields[0], self.doing()))
+        elif kind == PONG:
+            self.peer_doing = message.fields[1]
+        else:
+            if kind == JOIN:
+                self.state = DECIDE
+            elif kind == WELCOME:
+                self.state = OPEN
+            elif kind == GOODBYE:
+                self.left = True
+                self.leave()
+            elif kind == ERROR:
+                self.state = CLOSED
+            events.append(message)
+
+    # -- control out
+
+    def _say(self, kind: int, values: Sequence = (), payload: bytes = b"") -> None:
+        self.out.append(pack_frame(kind, values, payload, generation=self.config.generation,
+                                   checksums=self.checksums))
+
+    def accept(self) -> None:
+        """The acceptor's answer to JOIN: the peer is in."""
+        self.state = OPEN
+        self._say(WELCOME, (self.config.node, self.incarnation))
+
+    def fail(self, error: ProtocolError) -> None:
+        """Tell the peer why, once, and be closed. Strangers are told nothing."""
+        if self.state not in (GREET, CLOSED) or (self.state == GREET and self.out
+                                                 and self.side == ACCEPTOR):
+            self._say(ERROR, (error.code, str(error)))
+        self.state = CLOSED
+
+    def leave(self) -> None:
+        if self.state == OPEN and not self.said_goodbye:
+            self.said_goodbye = True
+            self._say(GOODBYE)
+
+    def tell(self, kind: int, values: Sequence, payload: bytes = b"") -> None:
+        """ROSTER and DEPARTED, which node 0 sends."""
+        if self.state == OPEN:
+            self._say(kind, values, payload)
+
+    # -- time
+
+    @property
+    def timer(self) -> float:
+        """When tick() is due."""
+        if self.state != OPEN:
+            return self.deadline
+        return min(max(self.heard, self.pinged) + self.config.heartbeat,
+                   self.heard + self.config.heartbeat_timeout)
+
+    def tick(self, now: float) -> None:
+        """Ping who is silent; give up who stays silent. The caller has read all
+        that had arrived before `now`."""
+        patience = self.config.heartbeat_timeout
+        if self.state == CLOSED:
+            return
+        if self.state != OPEN:
+            if now >= self.deadline:
+                error = broken("HANDSHAKE_TIMEOUT", f"still {self.state} at the deadline")
+                self.fail(error)
+                raise error
+            return
+        # Did this process itself stand still (stopped, or swapped out)? Then the
+        # silence was ours, and the peer gets time to be heard.
+        if self.paused or now - self.ticked > patience / 2:
+            self.heard = max(self.heard, now - patience / 2)
+        self.ticked = now
+        if now >= self.heard + patience:
+            error = broken("SILENT", f"nothing heard for {now - self.heard:.1f} s")
+            self.fail(error)
+            raise error
+        if now >= max(self.heard, self.pinged) + self.config.heartbeat:
+            self.pinged, self.pings = now, self.pings + 1
+            self._say(PING, (self.pings & 0xFFFFFFFF, self.doing()))
