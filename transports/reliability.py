@@ -26,7 +26,7 @@ from __future__ import annotations
 import hmac
 import os
 import struct
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from math import inf
 from typing import Any, NamedTuple
@@ -95,6 +95,10 @@ HALF_OPEN = 64                  # accepted connections whose first packet has no
 REPLIES = 64                    # handshake replies that wait for the socket; newest win (ours)
 CLOSE_LIMIT = 3.0               # s to deliver what was written, and say so (ours)
 CLOSE_TIMES = 3                 # probe timeouts that a closed connection lingers (RFC 9000, 10.2)
+STATS = ("datagrams_sent", "datagrams_received", "datagrams_lost", "retransmissions",
+         "spurious",            # declared lost, and came after all
+         "duplicates",          # packets that came again, or were replayed
+         "dropped")             # datagrams of strangers, of earlier lives, damaged ones
 FIRST_SKIP = 256                # packets until a number is left out on purpose (quic-go)
 
 # ---- a connection ---------------------------------------------------------------------------
@@ -231,7 +235,7 @@ class Connection:
             self.stats["duplicates"] += 1
             return
         self.heard = now
-        self.stats["received"] += 1
+        self.stats["datagrams_received"] += 1
         if self.state == ACCEPTED:                  # the peer has the keys: it is the one
             self._open()
         elif self.state != OPEN and kind != CLOSE:
@@ -370,7 +374,7 @@ class Connection:
         if not lost:
             return
         for run in lost:
-            self.stats["lost"] += run.stop - run.first
+            self.stats["datagrams_lost"] += run.stop - run.first
             self.lost.add(run)
             for low, high in self.acked.gaps(run.offset, run.offset + run.length):
                 self.resend.add(low, high)
@@ -641,7 +645,8 @@ class Endpoint:
 
     def __init__(self, key: bytes | None, *, listening: bool = True, controller: str = "rate",
                  window: int = WINDOW, ladder: tuple[int, ...] = LADDER, first_number: int = 0,
-                 random: Callable[[int], bytes] = os.urandom):
+                 random: Callable[[int], bytes] = os.urandom,
+                 stats: dict[str, int] | None = None):
         self.key, self.listening, self.random = key, listening, random
         self.controller, self.window = CONTROLLERS[controller], window
         self.ladder, self.first_number = ladder, first_number
@@ -653,7 +658,8 @@ class Endpoint:
         self.accepted: deque[Connection] = deque()  # for the layer above to take
         self.news: dict[Connection, None] = {}      # those with bytes, room, an end to tell
         self.replies: deque[Train] = deque(maxlen=REPLIES)
-        self.stats: Counter[str] = Counter()
+        self.stats = {} if stats is None else stats
+        self.stats.update(dict.fromkeys(STATS, 0))
 
     def new_id(self) -> int:
         return int.from_bytes(self.random(8), "big") or 1
@@ -698,7 +704,7 @@ class Endpoint:
         for connection in list(self.connections.values()):
             if now >= connection.due:
                 for datagrams in connection.trains(now):
-                    self.stats["sent"] += len(datagrams)
+                    self.stats["datagrams_sent"] += len(datagrams)
                     yield Train(connection.address, datagrams)
                 if connection.state == CLOSED:
                     self._forget(connection)
