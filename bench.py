@@ -1,0 +1,562 @@
+#!/usr/bin/env python3
+"""Measure minidist against its peers: `python bench.py --help`.
+
+How a comparison becomes believable, and what this file does about it:
+
+- *Same work.* Both sides start from the same weights and see the same batches. Before
+  the clock starts their results are compared; when they differ, nothing is timed.
+- *Same machine at the same time.* A computer is faster one minute and slower the next.
+  So the sides take turns in short rounds within one run, and what counts is the ratio
+  within each round: its median, and the quartiles as its spread.
+- *No help, no harm.* Each side lives in its own process, with the same number of
+  threads on the same processors. So neither one's memory settings or waiting threads
+  act on the other.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import secrets
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).resolve()
+MINIDIST = HERE.with_name("minidist.py")
+
+
+class BenchError(Exception):
+    """What the user should know, without a traceback."""
+
+
+def need(module: str, extra: str, why: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError:
+        raise BenchError(f"{why} needs {module}, which is not installed: "
+                         f"pip install '.[{extra}]'") from None
+
+
+# ---------------------------------------------------------------------------
+# Crews: processes that do what they are told, one crew at a time
+# ---------------------------------------------------------------------------
+#
+# A crew is one side of a comparison: a single process, or the ranks of a group. Its
+# members dial back to us, say who they are, and then answer questions, a line of JSON
+# each. While they wait for a question they sleep.
+
+
+class Crew:
+    def __init__(self, name: str, command: list[str], size: int = 1, threads: int = 1,
+                 cpus: set[int] | None = None) -> None:
+        self.name = name
+        token = secrets.token_hex(16)
+        listener = socket.create_server(("127.0.0.1", 0), backlog=size)
+        env = os.environ | {
+            "BENCH_CONTROL": f"{listener.getsockname()[1]} {token}",
+            "OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": str(threads),
+            "MKL_NUM_THREADS": str(threads), "VECLIB_MAXIMUM_THREADS": str(threads),
+        }
+        self.process = subprocess.Popen(command, env=env, stdout=sys.stderr)
+        if cpus and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(self.process.pid, cpus)
+        self.members: list[Any] = [None] * size
+        try:
+            with listener:
+                self._meet(listener, token)
+        except BaseException:
+            self.end()
+            raise
+
+    def _meet(self, listener: socket.socket, token: str) -> None:
+        listener.settimeout(0.5)
+        deadline = time.monotonic() + 120
+        while None in self.members:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                missing = self.members.count(None)
+                raise BenchError(f"{self.name}: {missing} of {len(self.members)} processes did "
+                                 "not come up; what they said stands above")
+            with contextlib.suppress(TimeoutError):
+                connection = listener.accept()[0]
+                connection.settimeout(600)
+                lines = connection.makefile("rw", encoding="utf-8")
+                connection.close()                        # `lines` keeps it open
+                hello = json.loads(lines.readline() or "{}")
+                if hello.get("token") == token:
+                    self.members[hello["rank"]] = lines
+
+    def ask(self, question: str, **details: Any) -> list[Any]:
+        """Everyone's answer to a question, by rank."""
+        for lines in self.members:
+            print(json.dumps({"do": question} | details), file=lines, flush=True)
+        answers = [json.loads(lines.readline() or '{"error": "it ended"}')
+                   for lines in self.members]
+        for rank, answer in enumerate(answers):
+            if "error" in answer:
+                raise BenchError(f"{self.name}, process {rank}, asked to {question}:\n"
+                                 f"{answer['error']}")
+        return [answer["result"] for answer in answers]
+
+    def end(self) -> None:
+        for lines in self.members:
+            if lines is not None:
+                lines.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def serve(rank: int, **answers: Callable[..., Any]) -> None:
+    """A member's side: answer questions until the other side hangs up."""
+    port, token = os.environ["BENCH_CONTROL"].split()
+    with socket.create_connection(("127.0.0.1", int(port))) as connection, \
+            connection.makefile("rw", encoding="utf-8") as lines:
+        print(json.dumps({"token": token, "rank": rank}), file=lines, flush=True)
+        for line in lines:
+            details = json.loads(line)
+            try:
+                answer = {"result": answers[details.pop("do")](**details)}
+            except Exception:
+                answer = {"error": traceback.format_exc()}
+            print(json.dumps(answer), file=lines, flush=True)
+
+
+@contextlib.contextmanager
+def crews(starters: dict[str, Callable[[], Crew]]) -> Iterator[dict[str, Crew]]:
+    with contextlib.ExitStack() as stack:
+        started = {}
+        for name, start in starters.items():
+            started[name] = start()
+            stack.callback(started[name].end)
+        yield started
+
+
+def member(*words: Any) -> list[str]:
+    """The command that runs a member (see MEMBERS)."""
+    return [str(HERE), "member", *map(str, words)]
+
+
+# ---------------------------------------------------------------------------
+# train: whole training steps, minidist against PyTorch
+# ---------------------------------------------------------------------------
+#
+# The workloads are written once, for both sides: `lib` is torch or minidist.
+
+
+@dataclass
+class Workload:
+    model: Callable[[Any], Any]
+    optimizer: Callable[[Any, Any], Any]
+    shape: tuple[int, ...]          # of one sample
+    batch: int
+    steps: int                      # in a round, about a tenth of a second
+
+
+def mlp(nn: Any) -> Any:
+    return nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(),
+                         nn.Linear(128, 10))
+
+
+def lenet(nn: Any) -> Any:
+    return nn.Sequential(
+        nn.Conv2d(1, 20, 5), nn.MaxPool2d(2), nn.Tanh(),       # (B, 20, 12, 12)
+        nn.Conv2d(20, 50, 5), nn.MaxPool2d(2), nn.Tanh(),      # (B, 50, 4, 4)
+        nn.Flatten(), nn.Linear(800, 500), nn.ReLU(), nn.Linear(500, 10))
+
+
+def momentum(optim: Any, parameters: Any) -> Any:
+    return optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+def adam(optim: Any, parameters: Any) -> Any:
+    return optim.Adam(parameters, lr=1e-3)
+
+
+WORKLOADS = {
+    "mlp": Workload(mlp, momentum, (784,), 64, 100),
+    "mlp-adam": Workload(mlp, adam, (784,), 64, 100),
+    "lenet": Workload(lenet, momentum, (1, 28, 28), 64, 8),
+}
+
+LIBRARIES = ("minidist", "torch")
+
+
+def batches(workload: Workload, count: int = 32) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Ten noisy patterns to tell apart: something to learn, so that the loss goes down."""
+    rng = np.random.default_rng(0)
+    patterns = rng.standard_normal((10, *workload.shape), np.float32)
+    labels = rng.integers(0, 10, (count, workload.batch))
+    noise = rng.standard_normal((count, workload.batch, *workload.shape), np.float32)
+    return [(0.3 * patterns[y] + noise[i], y) for i, y in enumerate(labels)]
+
+
+def train_member(library: str, threads: str, name: str) -> None:
+    """One side: a model, its optimizer, and the batches in a circle."""
+    workload, lib = WORKLOADS[name], import_module(library)
+    if library == "torch":
+        lib.set_num_threads(int(threads))
+    else:
+        lib.tune()
+    model = workload.model(lib.nn)
+    rng, weights = np.random.default_rng(1), {}
+    for key, p in model.named_parameters():
+        bound = np.prod(p.shape[1:]) ** -0.5 if len(p.shape) > 1 else 0.0
+        weights[key] = lib.tensor(rng.uniform(-bound, bound, tuple(p.shape)).astype(np.float32))
+    model.load_state_dict(weights)
+    optimizer = workload.optimizer(lib.optim, model.parameters())
+    data = [(lib.tensor(x), lib.tensor(y)) for x, y in batches(workload)]
+    cross_entropy = lib.nn.functional.cross_entropy
+    taken = 0
+
+    def steps(count: int) -> dict[str, list[float]]:
+        nonlocal taken
+        seconds, losses = [], []
+        for _ in range(count):
+            x, y = data[taken % len(data)]
+            taken += 1
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            seconds.append(time.perf_counter() - start)
+        return {"seconds": seconds, "losses": losses}
+
+    def save(path: str) -> None:
+        with open(path, "wb") as file:
+            np.savez(file, **{key: p.detach().numpy() for key, p in model.named_parameters()})
+
+    serve(0, steps=steps, save=save)
+
+
+def check_training(name: str, sides: dict[str, Crew]) -> dict[str, list[float]]:
+    """Three steps on all sides must give the same losses and the same parameters."""
+    losses, parameters = {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        for library, crew in sides.items():
+            losses[library] = crew.ask("steps", count=3)[0]["losses"]
+            path = f"{folder}/{library}.npz"
+            crew.ask("save", path=path)
+            with np.load(path) as file:
+                parameters[library] = dict(file)
+    ours, theirs = (losses[library] for library in LIBRARIES)
+    if not np.allclose(ours, theirs, rtol=1e-5):
+        raise BenchError(f"{name}: nothing was timed, since the losses of the first steps differ: "
+                         f"minidist {ours}, torch {theirs}")
+    for key, value in parameters["torch"].items():
+        # One part in 1e4 of the largest change would be seen; rounding is far below.
+        difference = np.abs(parameters["minidist"][key] - value).max()
+        if not difference <= 1e-5 * max(1.0, np.abs(value).max()):
+            raise BenchError(f"{name}: nothing was timed, since {key} differs by {difference:.2g} "
+                             "after three steps")
+    return losses
+
+
+def train(options: argparse.Namespace) -> list[dict]:
+    need("torch", "bench", "the comparison with PyTorch")
+    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    rows = []
+    for threads in options.threads:
+        for name in options.models:
+            rows.append(train_one(name, threads, set(cpus[:threads]), options))
+            show_training(rows[-1], header=len(rows) == 1)
+    return rows
+
+
+def train_one(name: str, threads: int, cpus: set[int], options: argparse.Namespace) -> dict:
+    def starter(library: str) -> Callable[[], Crew]:
+        command = [sys.executable, *member("train", library, threads, name)]
+        return lambda: Crew(f"{library} {name}", command, threads=threads, cpus=cpus)
+
+    steps = 3 if options.quick else WORKLOADS[name].steps
+    rounds = options.rounds or (2 if options.quick else 21)
+    with crews({library: starter(library) for library in LIBRARIES}) as sides:
+        losses = check_training(name, sides)
+        times: dict[str, list[float]] = {library: [] for library in LIBRARIES}
+        for turn in range(-1, rounds):                    # round -1 warms up
+            order = LIBRARIES if turn % 2 else LIBRARIES[::-1]
+            for library in order:
+                answer = sides[library].ask("steps", count=steps)[0]
+                losses[library] += answer["losses"]
+                if turn >= 0:
+                    times[library].append(statistics.median(answer["seconds"]))
+    ours, theirs = (np.array(losses[library]) for library in LIBRARIES)
+    return {
+        "workload": name, "threads": threads, "batch": WORKLOADS[name].batch,
+        **{library: spread(times[library]) for library in LIBRARIES},
+        "ratio": spread([a / b for a, b in zip(*times.values())]),
+        "losses": losses, "largest loss difference": float(np.abs(ours - theirs).max()),
+    }
+
+
+def show_training(row: dict, header: bool) -> None:
+    if header:
+        print(f"{'one training step':18}{'threads':>8}{'minidist':>13}{'PyTorch':>13}"
+              f"{'ratio':>8}{'quartiles':>15}   losses, and how far apart")
+    ours, theirs, ratio = (row[key] for key in ("minidist", "torch", "ratio"))
+    first, last = row["losses"]["minidist"][0], row["losses"]["minidist"][-1]
+    print(f"{row['workload']:18}{row['threads']:>8}{1e3 * ours['median']:>10.2f} ms"
+          f"{1e3 * theirs['median']:>10.2f} ms{ratio['median']:>8.2f}"
+          f"{ratio['low']:>8.2f} ..{ratio['high']:5.2f}   {first:.3f} to {last:.3f}, "
+          f"{row['largest loss difference']:.0e}", flush=True)
+
+
+def plot_training(rows: list[dict], axes: Callable[..., Any]) -> None:
+    bars, *curves = axes(1 + len({row["workload"] for row in rows}))
+    labels = [f"{row['workload']}\n{row['threads']} thread(s)" for row in rows]
+    for shift, library in enumerate(LIBRARIES):
+        bars.bar(np.arange(len(rows)) + 0.4 * shift, width=0.4, label=library,
+                 height=[1e3 * row[library]["median"] for row in rows])
+    bars.set(title="one training step", ylabel="ms", yscale="log")
+    bars.set_xticks(np.arange(len(rows)) + 0.2, labels)
+    bars.legend()
+    for axis, row in zip(curves, {row["workload"]: row for row in rows}.values()):
+        for library, style in zip(LIBRARIES, ("-", "--")):
+            axis.plot(row["losses"][library], style, label=library)
+        axis.set(title=row["workload"], xlabel="step", ylabel="loss", yscale="log")
+        axis.legend()
+
+
+# ---------------------------------------------------------------------------
+# allreduce: the sum of an array over all ranks, every transport against gloo
+# ---------------------------------------------------------------------------
+
+SIZES = {"1KB": 2**10, "64KB": 2**16, "1MB": 2**20, "4MB": 2**22, "64MB": 2**26}
+TRANSPORTS = ("pipe", "tcp", "udp")
+
+
+def allreduce_member(name: str, rendezvous: str) -> None:
+    """One rank of one group; who it is stands in the environment, as with torchrun."""
+    if name == "gloo":
+        import torch
+        import torch.distributed as dist
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}",
+                                rank=int(os.environ["RANK"]),
+                                world_size=int(os.environ["WORLD_SIZE"]))
+        tensor = torch.tensor
+    else:
+        import minidist as md
+        md.tune()
+        dist, tensor = md.distributed, md.tensor
+        dist.init_process_group(name)
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def check(count: int) -> bool:
+        """Whole numbers, so that the sum is exact whatever the order."""
+        x = tensor((np.arange(count) % 1000 + rank).astype(np.float32))
+        dist.all_reduce(x)
+        expected = size * (np.arange(count) % 1000) + size * (size - 1) // 2
+        return bool((x.numpy() == expected).all())
+
+    def rounds(count: int, repeat: int) -> float:
+        x = tensor(np.zeros(count, np.float32))           # stays finite however often it is summed
+        dist.all_reduce(x)                                # all are here, and awake
+        start = time.perf_counter()
+        for _ in range(repeat):
+            dist.all_reduce(x)
+        return (time.perf_counter() - start) / repeat
+
+    serve(rank, check=check, rounds=rounds)
+    dist.destroy_process_group()
+
+
+def allreduce(options: argparse.Namespace) -> list[dict]:
+    need("torch", "bench", "the comparison with gloo")
+    names = ["gloo", *options.transports]
+    rows = []
+    for ranks in options.ranks:
+        with tempfile.TemporaryDirectory() as folder, crews({
+                name: allreduce_starter(name, ranks, folder) for name in names}) as groups:
+            for size in options.sizes:
+                rows += allreduce_one(size, ranks, groups, options)
+                show_allreduce(rows[-len(names):], header=size == options.sizes[0])
+    return rows
+
+
+def allreduce_starter(name: str, ranks: int, folder: str) -> Callable[[], Crew]:
+    transport = "tcp" if name == "gloo" else name         # gloo's ranks are told apart by it, too
+    command = [sys.executable, str(MINIDIST), "launch", "--nproc-per-node", str(ranks),
+               "--transport", transport, *member("allreduce", name, f"{folder}/gloo")]
+    return lambda: Crew(f"{name} with {ranks} ranks", command, size=ranks)
+
+
+def allreduce_one(size: str, ranks: int, groups: dict[str, Crew],
+                  options: argparse.Namespace) -> list[dict]:
+    count = SIZES[size] // 4
+    repeat = 3 if options.quick else max(1, min(200, 2**23 // SIZES[size]))
+    rounds = options.rounds or (2 if options.quick else 11)
+    for name, crew in groups.items():
+        if not all(crew.ask("check", count=count)):
+            raise BenchError(f"{name}, {ranks} ranks, {size}: nothing was timed, since the sum "
+                             "is wrong")
+    times: dict[str, list[float]] = {name: [] for name in groups}
+    for turn in range(rounds):
+        order = list(groups) if turn % 2 else list(groups)[::-1]
+        for name in order:
+            times[name].append(max(groups[name].ask("rounds", count=count, repeat=repeat)))
+    return [{
+        "transport": name, "ranks": ranks, "size": size, "bytes": SIZES[size],
+        "time": spread(times[name]),
+        "ratio": spread([a / b for a, b in zip(times[name], times["gloo"])]),
+    } for name in groups]
+
+
+def show_allreduce(rows: list[dict], header: bool) -> None:
+    if header:
+        print(f"all_reduce, {rows[0]['ranks']} ranks; in brackets the ratio to gloo")
+        print(" " * 6 + "".join(f"{row['transport']:>20}" for row in rows))
+    cells = [f"{1e6 * row['time']['median']:.0f} us ({row['ratio']['median']:.2f})"
+             for row in rows]
+    print(f"{rows[0]['size']:6}" + "".join(f"{cell:>20}" for cell in cells), flush=True)
+
+
+def plot_allreduce(rows: list[dict], axes: Callable[..., Any]) -> None:
+    ranks = sorted({row["ranks"] for row in rows})
+    for axis, count in zip(axes(len(ranks)), ranks):
+        for name in dict.fromkeys(row["transport"] for row in rows):
+            line = [row for row in rows if (row["transport"], row["ranks"]) == (name, count)]
+            axis.errorbar([row["bytes"] for row in line],
+                          [1e6 * row["time"]["median"] for row in line], marker="o", label=name)
+        axis.set(title=f"all_reduce, {count} ranks", xlabel="bytes", ylabel="us",
+                 xscale="log", yscale="log")
+        axis.legend()
+
+
+# ---------------------------------------------------------------------------
+# Figures and command line
+# ---------------------------------------------------------------------------
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """The median, and the quartiles around it."""
+    low, median, high = np.quantile(values, [0.25, 0.5, 0.75])
+    return {"median": float(median), "low": float(low), "high": float(high),
+            "rounds": len(values)}
+
+
+def machine() -> dict[str, Any]:
+    """Numbers without the machine they came from mean nothing."""
+    model = platform.processor()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.split(": ")[1] for line in lines if line.startswith("model name")),
+                     model)
+    return {"processor": model, "cores": os.cpu_count(), "system": platform.platform(),
+            "python": platform.python_version(), "numpy": np.__version__,
+            "torch": metadata.version("torch"), "date": time.strftime("%Y-%m-%d")}
+
+
+def plot(path: str, draw: Callable[..., None], rows: list[dict]) -> None:
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    def axes(count: int) -> list[Any]:
+        return list(pyplot.subplots(1, count, figsize=(5 * count, 4), squeeze=False,
+                                    layout="constrained")[1][0])
+
+    draw(rows, axes)
+    pyplot.savefig(path, dpi=120)
+
+
+@dataclass
+class Command:
+    """A comparison. A new one is a row in COMMANDS and, if it has processes, in MEMBERS."""
+
+    measure: Callable[[argparse.Namespace], list[dict]]
+    draw: Callable[..., None]
+    help: str
+    choices: dict[str, tuple[Any, list]]      # option: (what may be asked for, what --quick asks)
+
+
+COMMANDS = {
+    "train": Command(train, plot_training,
+        "Whole training steps (forward, backward, optimizer) of minidist and of PyTorch eager, "
+        "in turns. A ratio of 0.80 says that minidist needs 80 % of PyTorch's time. The last "
+        "columns say how the loss went down, and how far the two curves ever were apart.",
+        {"models": (list(WORKLOADS), ["mlp", "lenet"]), "threads": ([1, 2], [1])}),
+    "allreduce": Command(allreduce, plot_allreduce,
+        "The sum of an array over all ranks, by each transport of minidist and by gloo, which "
+        "torch.distributed uses on CPUs, in turns. All ranks are on this machine.",
+        {"transports": (list(TRANSPORTS), list(TRANSPORTS)), "ranks": ([2, 4], [2]),
+         "sizes": (list(SIZES), ["1KB", "64KB"])}),
+}
+
+MEMBERS = {"train": train_member, "allreduce": allreduce_member}
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="bench.py", description=__doc__.split("\n", 2)[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="examples:\n  python bench.py train --threads 1 --models mlp\n"
+               "  python bench.py allreduce --ranks 2 --json allreduce.json --plot allreduce.png\n"
+               "\nLeave the machine alone meanwhile: other work changes even the ratios.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(name, help=command.help.split(". ")[0],
+                                  description=command.help)
+        for option, (values, _) in command.choices.items():
+            sub.add_argument(f"--{option}", nargs="+", choices=values, type=type(values[0]),
+                             metavar=option.removesuffix("s").upper(),
+                             help=f"of {', '.join(map(str, values))}; default: all")
+        sub.add_argument("--rounds", type=int, metavar="N",
+                         help="how often each side has its turn (more rounds, less doubt)")
+        sub.add_argument("--quick", action="store_true",
+                         help="seconds instead of minutes: shows that all works, measures nothing")
+        sub.add_argument("--json", metavar="FILE", help="write all figures to FILE")
+        sub.add_argument("--plot", metavar="FILE", help="draw a picture (.png, .svg, .pdf)")
+    options = parser.parse_args(argv)
+    for option, (values, quick) in COMMANDS[options.command].choices.items():
+        if getattr(options, option) is None:
+            setattr(options, option, quick if options.quick else values)
+    if options.rounds is not None and options.rounds < 1:
+        parser.error(f"--rounds is {options.rounds}; it must be at least 1")
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["member"]:
+        MEMBERS[words[1]](*words[2:])
+        return 0
+    options = parse(words)
+    command = COMMANDS[options.command]
+    try:
+        if options.plot:
+            need("matplotlib", "plot", "--plot")
+        rows = command.measure(options)
+        if options.json:
+            report = {"command": options.command, "quick": options.quick,
+                      "machine": machine(), "rows": rows}
+            Path(options.json).write_text(json.dumps(report, indent=1))
+        if options.plot:
+            plot(options.plot, command.draw, rows)
+    except BenchError as error:
+        print(f"bench.py: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("bench.py: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
