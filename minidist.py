@@ -1,0 +1,4214 @@
+"""minidist: tensors, automatic differentiation and distributed training in one readable file.
+
+    import minidist as md
+    import minidist.nn as nn
+
+    model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
+    train = md.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(100):
+        x = md.randn(32, 2)
+        loss = nn.functional.mse_loss(model(x), x.prod(1, keepdim=True))
+        train.zero_grad()
+        loss.backward()
+        train.step()
+
+Names and meanings are PyTorch's. The file needs NumPy and nothing else: copy it into a project
+and import it. With the folder `transports/` beside it, the same script trains on many processes
+(section 7). Licence: MIT.
+
+Contents (search for the ruled headings):
+    1 Tensor and backward   the graph, and how gradients flow through it
+    2 Ops                   each formula beside its derivatives, and the methods made of them
+    3 Functional            layers and losses as functions
+    4 Modules               layers that own parameters
+    5 Optimizers            update rules and learning-rate schedules
+    6 Data                  data sets, loaders, checkpoints
+    7 Distributed           process groups, collectives, strategies
+    8 Namespaces            minidist.nn, minidist.optim and the others, as PyTorch names them
+    9 Command line          python minidist.py --help
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+import json
+import math
+import os
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+__version__ = "0.1.0"
+
+# Run as a script the file would exist twice, as __main__ and as minidist, with two Tensor
+# classes that do not know each other. So the script is registered under its own name first.
+sys.modules.setdefault("minidist", sys.modules[__name__])
+
+
+# =================================================================================================
+# 1 Tensor and backward
+# =================================================================================================
+#
+# Every operation on tensors computes its result at once with NumPy and, where a gradient is
+# wanted, leaves a Node behind: which op it was, which nodes its inputs came from, and the few
+# values its derivatives need. The nodes form a graph that only points backwards, from results to
+# inputs. `backward` walks it from the result: each node turns the gradient of its output into
+# gradients of its inputs by the derivatives written beside the op's formula in section 2.
+#
+# Nodes are apart from Tensors, so that dropping a tensor frees its array unless a derivative
+# needs it; and nothing points forwards, so that there are no reference cycles and memory falls
+# as soon as the last name goes, without the garbage collector.
+
+_grad_enabled: ContextVar[bool] = ContextVar("grad_enabled", default=True)
+
+
+class Storage:
+    """What all tensors that view one buffer share: how often it was changed in place.
+
+    A saved tensor remembers the version it was saved at; backward compares."""
+
+    version = 0
+    changed_by = ""  # the name of the last change, for the error message
+    saved = False  # whether a derivative ever saved it
+
+
+class Tensor:
+    """An n-dimensional array that remembers how it was computed.
+
+    `Tensor(data)` holds float32, as in PyTorch; `minidist.tensor(data)` infers the dtype.
+    `grad` is filled by `backward` on leaves, the tensors made by the user with
+    `requires_grad=True`."""
+
+    # Class attributes are defaults; an instance carries only what differs from them.
+    grad: Tensor | None = None
+    _array: np.ndarray
+    _storage: Storage
+    _edge: Node | Tensor | None = None  # where backward goes from here (see edge_of)
+    _leaf = False  # a leaf that wants a gradient
+    _view: View | None = None  # set on views, so that writing through them is recorded
+    _hooks: dict[int, Callable] | None = None
+    _after_grad: dict[int, Callable] | None = None
+    edges: tuple = ()  # a leaf is where the graph ends
+
+    def __init__(self, *data: Any) -> None:
+        if len(data) == 1 and not isinstance(data[0], (int, np.integer)):
+            self._array = np.array(to_array(data[0]), dtype=np.float32)
+        else:
+            self._array = np.zeros(data, np.float32)
+        self._storage = Storage()
+
+    if TYPE_CHECKING:  # methods arrive with the ops of section 2
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        __add__: Any
+        __radd__: Any
+        __sub__: Any
+        __rsub__: Any
+        __mul__: Any
+        __rmul__: Any
+        __truediv__: Any
+        __rtruediv__: Any
+        __floordiv__: Any
+        __mod__: Any
+        __pow__: Any
+        __rpow__: Any
+        __matmul__: Any
+        __rmatmul__: Any
+        __neg__: Any
+        __lt__: Any
+        __le__: Any
+        __gt__: Any
+        __ge__: Any
+        __and__: Any
+        __or__: Any
+        __xor__: Any
+        __invert__: Any
+
+    # -- what it is ------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> Size:
+        return Size(self._array.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self._array.dtype
+
+    @property
+    def ndim(self) -> int:
+        return self._array.ndim
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._leaf or self._edge is not None
+
+    @requires_grad.setter
+    def requires_grad(self, wanted: bool) -> None:
+        if self._edge is not None:
+            if not wanted:
+                raise RuntimeError(
+                    "requires_grad can only be changed on leaf tensors; this one was computed by "
+                    f"{name_of(self._edge)}: use .detach() for a tensor without a gradient"
+                )
+        elif wanted and self.dtype.kind != "f":
+            raise RuntimeError(
+                f"only floating point tensors can require gradients, this one is {self.dtype}: "
+                "convert it with .float() first"
+            )
+        else:
+            self._leaf = bool(wanted)
+
+    @property
+    def is_leaf(self) -> bool:
+        return self._edge is None
+
+    @property
+    def grad_fn(self) -> Node | None:
+        return refreshed(self)._edge if isinstance(self._edge, Node) else None
+
+    @property
+    def data(self) -> Tensor:
+        """The same memory outside the graph. Changes through it are noticed by backward."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self._array = to_array(value)
+        self._storage = value._storage if isinstance(value, Tensor) else Storage()
+
+    def detach(self) -> Tensor:
+        return wrap(self._array, storage=self._storage)
+
+    def numpy(self) -> np.ndarray:
+        """The array itself, shared and not copied; read-only once a derivative has saved it,
+        since backward could not notice what NumPy code changes."""
+        if self.requires_grad:
+            raise RuntimeError(
+                "numpy() on a tensor that requires grad would leave the graph silently: "
+                "use .detach().numpy()"
+            )
+        if self._storage.saved:
+            array = self._array.view()
+            array.flags.writeable = False
+            return array
+        return self._array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.numpy(), dtype=dtype, copy=copy)
+
+    # NumPy's protocols: np.exp(tensor) is our exp. This is what lets a derivative written with
+    # NumPy run on arrays (fast) or on tensors (recorded, for higher derivatives): section 2.
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        function = numpy_to_op.get(ufunc) if method == "__call__" and not options else None
+        return NotImplemented if function is None else function(*inputs)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
+        replacement = numpy_to_op.get(function)
+        return NotImplemented if replacement is None else replacement(*args, **options)
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    def backward(
+        self,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Add d(self)/d(leaf) to the `.grad` of every leaf that self was computed from."""
+        run_backward([self], [gradient], retain_graph, create_graph, inputs)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Tensor:
+        self.requires_grad = requires_grad
+        return self
+
+    def detach_(self) -> Tensor:
+        self._edge, self._leaf = None, False
+        return self
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Handle:
+        """Call hook(gradient) when this tensor's gradient is known; what it returns, if
+        anything, takes the gradient's place."""
+        owner = edge_of(self)
+        if owner is None:
+            raise RuntimeError("cannot register a hook on a tensor that requires no gradient")
+        if owner._hooks is None:
+            owner._hooks = {}
+        return Handle(owner._hooks, hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Handle:
+        """Call hook(self) each time backward has added to this leaf's `.grad`."""
+        if not self._leaf:
+            raise RuntimeError("post accumulate grad hooks belong to leaves that require grad")
+        if self._after_grad is None:
+            self._after_grad = {}
+        return Handle(self._after_grad, hook)
+
+    def retain_grad(self) -> None:
+        """Fill `.grad` of a tensor that is not a leaf, too."""
+        if self.is_leaf:
+            return
+        me = weakref.ref(self)  # the node must not keep the tensor alive
+
+        def keep(gradient: Tensor) -> None:
+            tensor = me()
+            if tensor is not None:
+                tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
+
+        self.register_hook(keep)
+
+    # -- Python's side ---------------------------------------------------------------------------
+
+    __hash__ = object.__hash__  # tensors are dictionary keys by identity; == compares elements
+
+    def __len__(self) -> int:
+        if not self.ndim:
+            raise TypeError("len() of a 0-d tensor")
+        return len(self._array)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        if not self.ndim:
+            raise TypeError("iteration over a 0-d tensor")
+        return iter([self[i] for i in range(len(self))])
+
+    def __bool__(self) -> bool:
+        if self._array.size != 1:
+            raise RuntimeError(
+                f"the truth value of a tensor of shape {tuple(self.shape)} is ambiguous: "
+                "use .any(), .all() or a comparison of one element"
+            )
+        return bool(self._array.item())
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __index__(self) -> int:
+        if self.dtype.kind not in "iub" or self._array.size != 1:
+            raise TypeError("only integer tensors of a single element can be used as an index")
+        return int(self._array.item())
+
+    def __contains__(self, value: Any) -> bool:
+        return bool((self._array == to_array(value)).any())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.ndim == 0 and spec else str(self)
+
+    def __repr__(self) -> str:
+        text = np.array2string(self._array, precision=4, separator=", ", prefix="tensor(",
+                               threshold=1000, floatmode="maxprec", suppress_small=True)
+        notes = ""
+        if self.dtype not in (np.float32, np.int64, np.bool_):
+            notes += f", dtype={self.dtype}"
+        if isinstance(self._edge, Node):
+            notes += f", grad_fn=<{name_of(self._edge)}>"
+        elif self._leaf:
+            notes += ", requires_grad=True"
+        return f"tensor({text}{notes})"
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        if not self.is_leaf:
+            raise RuntimeError("only leaf tensors can be deep-copied: use .detach().clone()")
+        copy = wrap(self._array.copy())
+        copy.__class__, copy._leaf = self.__class__, self._leaf
+        if self.grad is not None:
+            copy.grad = self.grad.__deepcopy__(memo)
+        memo[id(self)] = copy
+        return copy
+
+    def item(self) -> Any:
+        """The one element as a Python number."""
+        if self._array.size != 1:
+            raise RuntimeError(
+                f"a tensor with {self._array.size} elements cannot become one number: "
+                "reduce it first, for example with .mean()"
+            )
+        return self._array.item()
+
+    def tolist(self) -> Any:
+        return self._array.tolist()
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self._array.shape[dim]
+
+    def dim(self) -> int:
+        return self._array.ndim
+
+    def numel(self) -> int:
+        return self._array.size
+
+    def element_size(self) -> int:
+        return self._array.itemsize
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.kind == "f"
+
+    def is_contiguous(self) -> bool:
+        return self._array.flags.c_contiguous
+
+    def contiguous(self) -> Tensor:
+        return self if self._array.flags.c_contiguous else self.clone()
+
+    def cpu(self) -> Tensor:
+        return self
+
+    def to(self, *args: Any, dtype: Any = None, **ignored: Any) -> Tensor:
+        """`to(dtype)`, `to(device)`, `to(other)`; the only device is the CPU."""
+        for arg in args:
+            if isinstance(arg, Tensor):
+                dtype = arg.dtype
+            elif isinstance(arg, (np.dtype, type)):
+                dtype = arg
+            elif isinstance(arg, str):
+                device(arg)
+        device(ignored.get("device") or "cpu")
+        return self if dtype is None or self.dtype == dtype else cast(self, dtype=np.dtype(dtype))
+
+    @property
+    def device(self) -> device:
+        return device("cpu")
+
+
+class Size(tuple):
+    """A shape: a tuple that counts its elements and prints as PyTorch's."""
+
+    def numel(self) -> int:
+        return math.prod(self)
+
+    def __repr__(self) -> str:
+        return f"minidist.Size({list(self)})"
+
+
+class device:  # noqa: N801 - PyTorch's name
+    """The CPU, the only device there is. Other names raise at once instead of misleading."""
+
+    type, index = "cpu", None
+
+    def __init__(self, name: Any = "cpu", index: int = 0) -> None:
+        if str(name).partition(":")[0] != "cpu":
+            raise RuntimeError(f"device {name!r} is not available: minidist computes on 'cpu'")
+
+    def __repr__(self) -> str:
+        return "device(type='cpu')"
+
+    def __str__(self) -> str:
+        return "cpu"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, device) or other == "cpu"
+
+    def __hash__(self) -> int:
+        return hash("cpu")
+
+
+class Handle:
+    """What registering a hook returns; `remove()` takes the hook away again."""
+
+    numbers = itertools.count()
+
+    def __init__(self, hooks: dict[int, Callable], hook: Callable) -> None:
+        self.hooks, self.key = hooks, next(Handle.numbers)
+        hooks[self.key] = hook
+
+    def remove(self) -> None:
+        self.hooks.pop(self.key, None)
+
+
+def to_array(x: Any) -> np.ndarray:
+    return x._array if isinstance(x, Tensor) else np.asarray(x)
+
+
+def wrap(array: Any, edge: Node | Tensor | None = None, storage: Storage | None = None) -> Tensor:
+    """A Tensor around an array, without copying it."""
+    tensor = Tensor.__new__(Tensor)
+    # NumPy turns results of no dimensions into scalars; a tensor always holds an array.
+    tensor._array = array if type(array) is np.ndarray else np.asarray(array)
+    tensor._storage = storage or Storage()
+    tensor._edge = edge
+    return tensor
+
+
+def edge_of(x: Tensor) -> Node | Tensor | None:
+    """Where backward goes from x: the node that made it, or x itself if it is a leaf that wants
+    a gradient, or nowhere. (A leaf does not point to itself: that would be a cycle.)"""
+    if x._view is not None:
+        refreshed(x)
+    return x._edge if x._edge is not None else x if x._leaf else None
+
+
+def name_of(edge: Node | Tensor) -> str:
+    return edge.op.name if isinstance(edge, Node) else "a leaf"
+
+
+class Node:
+    """One recorded operation."""
+
+    __slots__ = ("op", "edges", "steps", "saved", "static", "shape", "dtype", "_hooks", "where",
+                 "__weakref__")
+
+    op: Op
+    edges: tuple  # for each input: its Node, its leaf Tensor, or None where no gradient goes
+    steps: tuple  # (input position, derivative, the names it takes), for the inputs that want one
+    saved: dict | None  # name -> (array, edge, storage, version); None once consumed
+    static: dict  # the arguments that are not tensors
+    shape: tuple[int, ...]  # of the output
+    dtype: np.dtype
+
+    def values(self, as_tensors: bool) -> dict[str, Any]:
+        """What the derivatives name: saved arrays, or saved tensors in their place in the graph
+        when the derivatives themselves are to be differentiated."""
+        if self.saved is None:
+            raise RuntimeError(
+                f"backward went through {self.op.name} a second time, but its saved values were "
+                "freed by the first: call backward(retain_graph=True) the first time"
+            )
+        values = dict(self.static)
+        for name, (array, edge, storage, version) in self.saved.items():
+            if storage is not None and storage.version != version:
+                raise RuntimeError(
+                    f"{self.op.name} saved its {'result' if name == 'out' else 'input ' + name} "
+                    f"(shape {array.shape}) for backward at version {version}, but it was changed "
+                    f"in place by {storage.changed_by} and is at version {storage.version}: "
+                    "change a .clone(), or use the form of the change that makes a new tensor"
+                )
+            if as_tensors and isinstance(array, np.ndarray):
+                array = tensor_at(array, self if name == "out" else edge)
+            values[name] = array
+        if as_tensors:  # a residual's formula gives it a place in the graph (see Op)
+            for name, residual in self.op.residuals.items():
+                if residual is not None and name in values:
+                    values[name] = residual(*[values[n] for n in names_of(residual)])
+        return values
+
+
+def tensor_at(array: np.ndarray, edge: Node | Tensor | None) -> Tensor:
+    """The tensor that stood at this place of the graph."""
+    if isinstance(edge, Tensor) and edge._array is array:
+        return edge
+    return wrap(array, edge)
+
+
+def topological_order(roots: Iterable[Node | Tensor]) -> list[Node | Tensor]:
+    """All nodes behind the roots, each after every node that uses it (Kahn, 1962).
+
+    A node may pass its gradient on only when it is complete, when all consumers have added
+    their part. Visiting nodes as they are met would do the paths of a diamond one by one: wrong
+    if each node runs once, exponential if it runs once a path. Iterative, since a graph is
+    deeper than Python's stack: a loop of a hundred thousand steps is a chain of as many nodes."""
+    uses: dict[Node | Tensor, int] = dict.fromkeys(roots, 0)
+    stack = list(uses)
+    while stack:
+        for edge in stack.pop().edges:
+            if edge is None:
+                continue
+            if edge in uses:
+                uses[edge] += 1
+            else:
+                uses[edge] = 1
+                stack.append(edge)
+    order = [node for node, count in uses.items() if count == 0]
+    for node in order:  # the list grows while we walk it
+        for edge in node.edges:
+            if edge is not None:
+                uses[edge] -= 1
+                if uses[edge] == 0:
+                    order.append(edge)
+    return order
+
+
+_callbacks: ContextVar[list | None] = ContextVar("callbacks", default=None)
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """During backward (from a hook): call back once when this backward pass is complete."""
+    callbacks = _callbacks.get()
+    if callbacks is None:
+        raise RuntimeError("queue_callback belongs into a hook that runs during backward")
+    callbacks.append(callback)
+
+
+def run_backward(
+    outputs: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    retain_graph: bool | None,
+    create_graph: bool,
+    inputs: Sequence[Tensor] | None = None,
+    accumulate: bool = True,
+) -> dict[Node | Tensor, Any]:
+    """Carry gradients from the outputs back through the graph.
+
+    With `accumulate` they are added to `.grad` of the leaves (of `inputs` only, if given), else
+    those of `inputs` are returned by their edge. Under `create_graph` the derivatives run on
+    tensors and are recorded themselves; the graph is consumed unless retained."""
+    retain_graph = create_graph if retain_graph is None else retain_graph
+    pending: dict[Node | Tensor, Any] = {}  # gradients so far: they live in this pass alone
+    ours: set[Node | Tensor] = set()  # whose pending array this pass made, and may add into
+
+    def add(edge: Node | Tensor, gradient: Any, fresh: bool) -> None:
+        if edge not in pending:
+            pending[edge] = gradient
+            if fresh:
+                ours.add(edge)
+        elif edge in ours and not create_graph:
+            np.add(pending[edge], gradient, out=pending[edge])
+        else:
+            pending[edge] = pending[edge] + gradient
+            ours.add(edge)
+
+    for output, gradient in zip(outputs, gradients):
+        edge = edge_of(output)
+        if edge is None:
+            raise RuntimeError(
+                "backward on a tensor that was not computed from any that requires grad: "
+                "set requires_grad=True on the leaves, and do not compute under no_grad()"
+            )
+        seed = first_gradient(output, gradient)
+        add(edge, seed if create_graph else seed._array, fresh=False)
+
+    order = topological_order(pending)
+    targets = None if inputs is None else {edge_of(x): x for x in inputs}
+    wanted = None if targets is None else leading_to(targets, order)
+    captured: dict[Node | Tensor, Any] = {}
+    callbacks: list[Callable[[], None]] = []
+    reset = _callbacks.set(callbacks)
+    mode = _grad_enabled.set(create_graph)
+    try:
+        for node in order:
+            if node not in pending:
+                continue
+            gradient = pending.pop(node)
+            if node._hooks:
+                gradient = apply_hooks(node, gradient)
+            if targets is not None and node in targets:
+                captured[node] = gradient
+            if isinstance(node, Tensor):
+                if accumulate and (targets is None or node in targets):
+                    accumulate_grad(node, gradient, owned=node in ours)
+                continue
+            values = node.values(as_tensors=create_graph)
+            for position, derivative, names in node.steps:
+                edge = node.edges[position]
+                if edge is None or (wanted is not None and edge not in wanted):
+                    continue
+                arguments = [position if n == "i" else values[n] for n in names]
+                result = derivative(gradient, *arguments)
+                if result is not None:
+                    part = fitted(result, edge, node)
+                    # An array that owns its memory and is not the incoming gradient was made by
+                    # the derivative (which by rule returns no saved value itself).
+                    add(edge, part, part is not gradient and part.base is None
+                        if not create_graph else False)
+            if not retain_graph:
+                node.saved = None
+    finally:
+        _grad_enabled.reset(mode)
+        _callbacks.reset(reset)
+    for callback in callbacks:
+        callback()
+    if accumulate and targets is not None:
+        for edge, tensor in targets.items():
+            if edge is not tensor and edge in captured:  # an input that is not a leaf
+                accumulate_grad(tensor, captured[edge], owned=False)
+    return captured
+
+
+def first_gradient(output: Tensor, gradient: Any) -> Tensor:
+    if gradient is None:
+        if output._array.size != 1:
+            raise RuntimeError(
+                "backward without a gradient needs an output of one element, this one has shape "
+                f"{tuple(output.shape)}: reduce it (.sum(), .mean()) or pass gradient="
+            )
+        return wrap(np.ones_like(output._array))
+    if to_array(gradient).shape != output._array.shape:
+        raise RuntimeError(
+            f"the gradient's shape {to_array(gradient).shape} is not the output's "
+            f"{output._array.shape}"
+        )
+    if not isinstance(gradient, Tensor):
+        gradient = wrap(np.asarray(gradient))
+    return gradient.to(output.dtype)
+
+
+def leading_to(targets: Iterable, order: list) -> set:
+    """The nodes from which a target can be reached; the others need not run."""
+    wanted = set(targets)
+    for node in reversed(order):
+        if any(edge in wanted for edge in node.edges):
+            wanted.add(node)
+    return wanted
+
+
+def fitted(gradient: Any, edge: Node | Tensor, node: Node) -> Any:
+    """The one place where a gradient gets the shape and dtype of what it belongs to.
+
+    Where an input was broadcast, its one element was used many times: the gradients of the
+    copies are summed. Where it was cast, the gradient is cast back."""
+    shape = edge._array.shape if isinstance(edge, Tensor) else edge.shape
+    if gradient.shape != shape:
+        gradient = unbroadcast(gradient, shape, node)
+    if gradient.dtype != edge.dtype:
+        gradient = cast(gradient, dtype=edge.dtype)
+    return gradient
+
+
+def unbroadcast(gradient: Any, shape: tuple[int, ...], node: Node) -> Any:
+    """Sum the gradient over the dimensions along which broadcasting repeated the input."""
+    extra = gradient.ndim - len(shape)
+    repeated = tuple(
+        i for i, n in enumerate(gradient.shape) if i < extra or (shape[i - extra] == 1 and n != 1)
+    )
+    if repeated:
+        gradient = np.sum(gradient, axis=repeated, keepdims=True)
+    if extra > 0:
+        gradient = gradient.reshape(gradient.shape[extra:])
+    if gradient.shape != shape:
+        raise RuntimeError(
+            f"the derivative of {node.op.name} has shape {gradient.shape}, which does not "
+            f"broadcast from its input's shape {shape}"
+        )
+    return gradient
+
+
+def apply_hooks(node: Node | Tensor, gradient: Any) -> Any:
+    is_tensor = isinstance(gradient, Tensor)
+    for hook in list(node._hooks.values()):
+        replaced = hook(gradient if is_tensor else wrap(gradient))
+        if replaced is not None:
+            gradient = replaced if is_tensor else to_array(replaced)
+    return gradient
+
+
+def accumulate_grad(leaf: Tensor, gradient: Any, owned: bool) -> None:
+    if isinstance(gradient, Tensor):  # under create_graph: the gradient is part of a graph
+        leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+    elif leaf.grad is None:  # copied unless it is ours alone: two leaves must not share memory
+        leaf.grad = wrap(gradient if owned else np.array(gradient))
+    elif leaf.grad.requires_grad:
+        leaf.grad = leaf.grad + wrap(gradient)
+    else:
+        np.add(leaf.grad._array, gradient, out=leaf.grad._array)
+        touch(leaf.grad, "the accumulation of gradients")
+    for hook in list((leaf._after_grad or {}).values()):
+        hook(leaf)
+
+
+def grad(
+    outputs: Tensor | Sequence[Tensor],
+    inputs: Tensor | Sequence[Tensor],
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    allow_unused: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the outputs with respect to the inputs, leaving every `.grad` alone.
+
+    The inputs may be any tensors of the graph, leaves or not. An input that the outputs do not
+    depend on is an error, or None under `allow_unused`, or zeros under `materialize_grads`."""
+    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    if grad_outputs is None or isinstance(grad_outputs, Tensor):
+        grad_outputs = [grad_outputs] * len(outputs)
+    for i, x in enumerate(inputs):
+        if not x.requires_grad:
+            raise RuntimeError(f"input {i} of grad() does not require grad")
+    captured = run_backward(
+        outputs, grad_outputs, retain_graph, create_graph, inputs, accumulate=False
+    )
+    results: list[Tensor | None] = []
+    for i, x in enumerate(inputs):
+        found = captured.get(edge_of(x))
+        if found is None and materialize_grads:
+            found = np.zeros_like(x._array)
+        if found is None and not allow_unused:
+            raise RuntimeError(
+                f"the outputs do not depend on input {i} of grad(): pass allow_unused=True if "
+                "that is meant"
+            )
+        results.append(found if found is None or isinstance(found, Tensor) else wrap(found))
+    return tuple(results)
+
+
+class set_grad_enabled(contextlib.ContextDecorator):  # noqa: N801 - PyTorch's name
+    """Record operations or not, inside a `with` block or a decorated function."""
+
+    def __init__(self, mode: bool) -> None:
+        self.mode = bool(mode)
+        self.before: list[bool] = []  # a stack, since a decorated function may call itself
+
+    def __enter__(self) -> None:
+        self.before.append(_grad_enabled.get())
+        _grad_enabled.set(self.mode)
+
+    def __exit__(self, *error: object) -> None:
+        _grad_enabled.set(self.before.pop())
+
+
+class no_grad(set_grad_enabled):  # noqa: N801
+    """Do not record: for evaluation and for updates of parameters."""
+
+    def __init__(self, function: Callable | None = None) -> None:
+        super().__init__(False)
+
+    def __new__(cls, function: Callable | None = None) -> Any:
+        made = super().__new__(cls)
+        if function is None:
+            return made
+        made.__init__()  # `@no_grad` without parentheses
+        return made(function)
+
+
+class enable_grad(no_grad):  # noqa: N801
+    """Record again inside a `no_grad` block."""
+
+    def __init__(self, function: Callable | None = None) -> None:
+        set_grad_enabled.__init__(self, True)
+
+
+def is_grad_enabled() -> bool:
+    return _grad_enabled.get()
+
+
+# -- changing tensors in place ---------------------------------------------------------------------
+#
+# A change in place makes a new value at the old address. The graph sees it as such: the tensor's
+# edge moves to the node of the new value, while nodes that saved the old value find the version
+# moved and refuse (Node.values). A view shares its base's memory; writing through a view is, for
+# the base, the op `overwrite`: everything as before except the part that the view shows.
+
+
+class View:
+    """How a tensor looks at its base: the movement ops that lead from the base to it."""
+
+    def __init__(self, base: Tensor, path: tuple) -> None:
+        self.base, self.path = base, path
+        self.seen = base._edge  # the base's place in the graph when this view's edge was made
+
+
+def follow(x: Any, path: tuple) -> Any:
+    for function, static in path:
+        x = function(x, **static)
+    return x
+
+
+def refreshed(x: Tensor) -> Tensor:
+    """x with its edge up to date: if its base was written to since, it is looked at anew."""
+    view = x._view
+    if view is not None and view.base._edge is not view.seen:
+        with set_grad_enabled(True):
+            x._edge = follow(view.base, view.path)._edge
+        view.seen = view.base._edge
+    return x
+
+
+def touch(x: Tensor, change: str) -> None:
+    x._storage.version += 1
+    x._storage.changed_by = change
+
+
+def write(x: Tensor, value: Tensor, change: str) -> Tensor:
+    """Put value's elements into x's memory and move x's place in the graph to value's."""
+    base = x._view.base if x._view is not None else x
+    recording = _grad_enabled.get() and (value.requires_grad or edge_of(x) is not None)
+    if _grad_enabled.get() and base._leaf:
+        raise RuntimeError(
+            f"{change} would change a leaf that requires grad in place, which no gradient can "
+            "describe: do it under no_grad(), or change a .clone()"
+        )
+    if value._array.shape != x._array.shape:
+        value = value.expand(*x._array.shape)
+    if not x._array.flags.writeable:
+        raise RuntimeError(
+            f"{change} on an expanded tensor, several elements of which are one: .clone() it first"
+        )
+    if recording:
+        value = value.to(x.dtype)
+        if base is x:
+            x._edge = edge_of(value)
+        else:
+            fresh = overwrite.op.recorded((base, value), (None, None), {"path": x._view.path},
+                                          base._array)
+            base._edge = fresh._edge
+    np.copyto(x._array, value._array, casting="unsafe")
+    touch(x, change)
+    return x
+
+
+# =================================================================================================
+# 2 Ops
+# =================================================================================================
+#
+# An op is a NumPy formula with its derivatives beside it:
+#
+#     mul = op(np.multiply, x=lambda g, y: g * y, y=lambda g, x: g * x)
+#
+# `g` is the gradient of the result; the other parameters of a derivative say what it needs: an
+# input (x, y), the result (out), a residual (a further value that the formula returned), an
+# argument that is not a tensor, or the shape of an input (x_shape). Exactly what the derivatives
+# name is saved, and only for inputs that want a gradient. Broadcasting and casts are undone in
+# one place (`fitted`), so no derivative mentions them.
+#
+# Tensors speak NumPy's protocols, so the same derivative runs on arrays, or, when higher
+# derivatives are wanted, on tensors that record it. An op called on arrays alone is its formula.
+
+
+@functools.cache
+def names_of(function: Callable) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
+
+
+class Op:
+    """A formula, its derivatives, and what to save for them.
+
+    Positional parameters of the formula are tensors, keyword-only ones are not. `residuals`
+    names the values returned after the result; beside each stands its formula in terms of what
+    the op saves, or None if it is a constant to the derivative (an index, a mask)."""
+
+    def __init__(self, formula: Callable, derivatives: dict[str, Callable],
+                 residuals: dict[str, Callable | None], view: bool, floats: bool) -> None:
+        self.formula, self.residuals, self.view, self.floats = formula, residuals, view, floats
+        self.name = getattr(formula, "__name__", "op").strip("_")
+        if isinstance(formula, np.ufunc):
+            self.inputs: tuple[str, ...] = ("x", "y")[: formula.nin]
+            self.defaults: dict[str, Any] = {}
+            self.variadic = False
+        else:
+            parameters = inspect.signature(formula).parameters.values()
+            kinds = inspect.Parameter
+            self.inputs = tuple(p.name for p in parameters if p.kind is not kinds.KEYWORD_ONLY)
+            self.defaults = {p.name: p.default for p in parameters if p.kind is kinds.KEYWORD_ONLY}
+            self.variadic = any(p.kind is kinds.VAR_POSITIONAL for p in parameters)
+        self.derivatives = derivatives
+        # Inputs that promote each other's dtypes: the differentiable ones (where's condition and
+        # gather's index are not numbers to compute with), or all of an op without derivatives.
+        self.promoting = tuple(
+            i for i, n in enumerate(self.inputs) if n in derivatives or not derivatives
+        )
+        self.plans: dict[tuple[bool, ...], tuple[tuple, tuple]] = {}
+        self.function: Callable = self.apply  # replaced by what users call (see op)
+
+    def apply(self, args: tuple, static: dict[str, Any]) -> Any:
+        inputs, static = self.bind(args, static)
+        for x in inputs:
+            if isinstance(x, Tensor):
+                break
+        else:
+            out = self.formula(*inputs, **static)
+            return out[0] if self.residuals else out
+        arrays = self.arrays(inputs)
+        out = self.formula(*arrays, **static)
+        extra: Sequence[Any] = ()
+        if self.residuals:
+            out, *extra = out
+        return self.recorded(inputs, arrays, static, out, extra)
+
+    def bind(self, args: tuple, static: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Split arguments into tensors and the rest, as PyTorch's signatures allow: the rest may
+        be positional, and tensors may be named `input` and `other`."""
+        if self.variadic:
+            return args, {**self.defaults, **static} if self.defaults else static
+        count = len(self.inputs)
+        if len(args) > count:
+            args, rest = args[:count], args[count:]
+            if len(rest) > len(self.defaults):
+                raise TypeError(f"{self.name} takes {count} tensors and "
+                                f"{list(self.defaults)}, got {len(rest)} further arguments")
+            static = {**dict(zip(self.defaults, rest)), **static}
+        elif len(args) < count:
+            for name, alias in zip(self.inputs[len(args):], ("input", "other", "")[len(args):]):
+                key = name if name in static else alias
+                if key not in static:
+                    raise TypeError(f"{self.name} misses its argument {name!r}")
+                args += (static.pop(key),)
+        if self.defaults:
+            static = {**self.defaults, **static}
+            if len(static) > len(self.defaults):
+                unknown = [n for n in static if n not in self.defaults]
+                raise TypeError(f"{self.name} has no argument {unknown[0]!r}")
+            for name, value in static.items():
+                if value is inspect.Parameter.empty:
+                    raise TypeError(f"{self.name} misses its argument {name!r}")
+        elif static:
+            raise TypeError(f"{self.name} has no argument {next(iter(static))!r}")
+        return args, static
+
+    def arrays(self, inputs: tuple) -> list:
+        """The inputs as arrays of the dtype that they compute in."""
+        if self.variadic:
+            return promoted(inputs)
+        arrays: list[Any] = [x._array if isinstance(x, Tensor) else x for x in inputs]
+        if len(self.promoting) > 1:
+            together = promoted([inputs[i] for i in self.promoting])
+            for i, array in zip(self.promoting, together):
+                arrays[i] = array
+        if self.floats:
+            arrays = [a.astype(default_dtype()) if isinstance(a, np.ndarray) and a.dtype.kind != "f"
+                      else a for a in arrays]
+        return arrays
+
+    def recorded(self, inputs: tuple, arrays: Sequence, static: dict, out: Any,
+                 extra: Sequence = ()) -> Tensor:
+        """The result as a Tensor, with a Node behind it where a gradient is wanted."""
+        result = wrap(out)
+        if self.view:
+            self.remember_view(inputs[0], static, result)
+        if not self.derivatives or not _grad_enabled.get() or result.dtype.kind != "f":
+            return result
+        edges = tuple(edge_of(x) if isinstance(x, Tensor) else None for x in inputs)
+        mask = tuple(edge is not None for edge in edges)
+        if True not in mask:
+            return result
+        saves, steps = self.plan(mask)
+        if not steps:
+            return result
+        node = Node()
+        node.op, node.edges, node.steps, node.static = self, edges, steps, static
+        node.shape, node.dtype = result._array.shape, result._array.dtype
+        node._hooks = node.where = None
+        node.saved = saved = {}
+        for name, source in saves:
+            if source == "out":
+                saved[name] = (result._array, None, result._storage, 0)
+                result._storage.saved = True
+            elif source == "shape":
+                node.static = {**node.static, name: self.shape(name, inputs)}
+            elif source == "extra":
+                saved[name] = (extra[list(self.residuals).index(name)], None, None, 0)
+            else:
+                x, array = inputs[source], arrays[source]
+                if isinstance(x, Tensor) and array is x._array:
+                    saved[name] = (array, edges[source], x._storage, x._storage.version)
+                    x._storage.saved = True
+                else:  # a cast copy, which nobody else can change, a number, or None
+                    saved[name] = (array, edges[source], None, 0)
+        result._edge = node
+        return result
+
+    def plan(self, mask: tuple[bool, ...]) -> tuple[tuple, tuple]:
+        """What to save and which derivatives to run when these inputs want gradients."""
+        if mask not in self.plans:
+            steps = []
+            for i, wanted in enumerate(mask):
+                derivative = self.derivatives.get(self.inputs[0 if self.variadic else i])
+                if wanted and derivative is not None:
+                    steps.append((i, derivative, names_of(derivative)[1:]))
+            names: dict[str, Any] = {}
+            queue = [name for _, _, needed in steps for name in needed]
+            for name in queue:  # grows: a residual's own formula names what it needs
+                names.setdefault(name, self.source(name))
+                if self.residuals.get(name) is not None:
+                    queue += names_of(self.residuals[name])
+            saves = tuple((n, s) for n, s in names.items() if s is not None)
+            self.plans[mask] = (saves, tuple(steps))
+        return self.plans[mask]
+
+    def source(self, name: str) -> Any:
+        if name == "out":
+            return "out"
+        if name in self.residuals:
+            return "extra"
+        if name in self.defaults or name == "i":
+            return None  # not a tensor: it is in node.static already
+        if name in self.inputs:
+            return self.inputs.index(name)
+        if name == "shapes" or name.removesuffix("_shape") in self.inputs:
+            return "shape"
+        raise TypeError(f"a derivative of {self.name} names {name!r}, which the op does not have")
+
+    def shape(self, name: str, inputs: tuple) -> Any:
+        if name == "shapes":
+            return tuple(np.shape(to_array(x)) for x in inputs)
+        return np.shape(to_array(inputs[self.inputs.index(name.removesuffix("_shape"))]))
+
+    def remember_view(self, x: Tensor, static: dict, result: Tensor) -> None:
+        """Results that share their input's memory share its version, and writing through them
+        reaches it (section 1, View)."""
+        if not np.may_share_memory(result._array, x._array):
+            return  # a reshape that had to copy
+        result._storage = x._storage
+        step = (self.function, static)
+        if x._view is not None:
+            result._view = View(refreshed(x)._view.base, (*x._view.path, step))
+        else:
+            result._view = View(x, (step,))
+
+
+numpy_to_op: dict[Callable, Callable] = {}  # for NumPy's protocols: np.exp -> exp
+
+
+def op(formula: Any = None, *, residuals: dict[str, Callable | None] | None = None,
+       view: bool = False, floats: bool = False, numpy: Callable | None = None,
+       **derivatives: Callable) -> Any:
+    """Make a function on tensors from a NumPy formula and a derivative for each input.
+
+    view: the result shares the input's memory. floats: integers become float32 first. numpy: the
+    NumPy function (or ufunc, by itself) that this op is on tensors. Also a decorator."""
+    if formula is None:
+        return functools.partial(op, residuals=residuals, view=view, floats=floats, numpy=numpy,
+                                 **derivatives)
+    this = Op(formula, derivatives, residuals or {}, view, floats)
+
+    def function(*args: Any, **static: Any) -> Any:
+        return this.apply(args, static)
+
+    function.op = this  # type: ignore[attr-defined]
+    function.__name__ = this.name
+    function.__doc__ = formula.__doc__ if not isinstance(formula, np.ufunc) else None
+    this.function = function
+    if isinstance(formula, np.ufunc):
+        numpy_to_op.setdefault(formula, function)
+    if numpy is not None:
+        numpy_to_op[numpy] = function
+    return function
+
+
+# -- dtypes ----------------------------------------------------------------------------------------
+
+float16, float32, float64 = (np.dtype(n) for n in ("float16", "float32", "float64"))
+half, double = float16, float64
+uint8, int8, int16, int32, int64 = (np.dtype(n) for n in "uint8 int8 int16 int32 int64".split())
+short, long = int16, int64
+_default_dtype: ContextVar[np.dtype] = ContextVar("default_dtype", default=float32)
+
+
+def default_dtype() -> np.dtype:
+    return _default_dtype.get()
+
+
+def get_default_dtype() -> np.dtype:
+    return _default_dtype.get()
+
+
+def set_default_dtype(dtype: Any) -> None:
+    """The dtype that Python floats become: float32, unless changed here."""
+    if np.dtype(dtype).kind != "f":
+        raise TypeError(f"the default dtype must be floating point, not {dtype}")
+    _default_dtype.set(np.dtype(dtype))
+
+
+CATEGORY = {"b": 0, "u": 1, "i": 1, "f": 2}  # bool < integers < floating point
+
+
+def promoted(inputs: Sequence[Any]) -> list:
+    """The inputs as arrays of one dtype, by PyTorch's rule.
+
+    Tensors with dimensions decide; tensors of none (0-d) matter only if theirs is a higher
+    category (bool < integer < float), and Python and NumPy scalars likewise after these. So
+    float32 * 2.0 and float32 * np.float64(2) stay float32, and int64 * float32 is float32."""
+    first = inputs[0]
+    if isinstance(first, Tensor):
+        dtype = first._array.dtype
+        for x in inputs:
+            if x is None or (isinstance(x, Tensor) and x._array.dtype is dtype):
+                continue
+            if type(x) is float and dtype.kind == "f" or type(x) is int and dtype.kind in "fi":
+                continue  # NumPy treats Python's own numbers as weak, as we do
+            break
+        else:
+            return [x._array if isinstance(x, Tensor) else x for x in inputs]
+    common = result_type(*[x for x in inputs if x is not None])
+    return [None if x is None else to_array(x).astype(common, copy=False) for x in inputs]
+
+
+def result_type(*inputs: Any) -> np.dtype:
+    """The dtype of an operation on these tensors, arrays and numbers."""
+    ranks: tuple[list, list, list] = ([], [], [])  # with dimensions, 0-d tensors, scalars
+    for x in inputs:
+        if isinstance(x, (float, int, np.generic)):
+            kind = np.asarray(x).dtype.kind
+            ranks[2].append({"b": np.dtype(np.bool_), "f": default_dtype()}.get(kind, int64))
+        else:
+            array = to_array(x)
+            if array.dtype.kind not in CATEGORY:
+                raise TypeError(f"cannot compute with dtype {array.dtype}: minidist has bool, "
+                                "integers and floating point")
+            ranks[0 if array.ndim else 1].append(array.dtype)
+    result: np.dtype | None = None
+    for rank in ranks:
+        highest = max((CATEGORY[d.kind] for d in rank), default=-1)
+        if result is None or highest > CATEGORY[result.kind]:
+            peers = [d for d in rank if CATEGORY[d.kind] == highest]
+            result = functools.reduce(np.promote_types, peers) if peers else result
+    return result if result is not None else default_dtype()
+
+
+@op(x=lambda g: g)
+def cast(x, *, dtype):
+    return x.astype(dtype)
+
+
+# -- unary -----------------------------------------------------------------------------------------
+
+exp = op(np.exp, floats=True, x=lambda g, out: g * out)
+expm1 = op(np.expm1, floats=True, x=lambda g, out: g * (out + 1))
+log = op(np.log, floats=True, x=lambda g, x: g / x)
+log1p = op(np.log1p, floats=True, x=lambda g, x: g / (x + 1))
+log2 = op(np.log2, floats=True, x=lambda g, x: g / (x * math.log(2)))
+log10 = op(np.log10, floats=True, x=lambda g, x: g / (x * math.log(10)))
+sqrt = op(np.sqrt, floats=True, x=lambda g, out: g / (out * 2))
+square = op(np.square, x=lambda g, x: g * (x * 2))
+sin = op(np.sin, floats=True, x=lambda g, x: g * np.cos(x))
+cos = op(np.cos, floats=True, x=lambda g, x: -g * np.sin(x))
+tan = op(np.tan, floats=True, x=lambda g, out: g * (1 + out * out))
+tanh = op(np.tanh, floats=True, x=lambda g, out: g * (1 - out * out))
+neg = op(np.negative, x=lambda g: -g)
+_abs = op(np.absolute, x=lambda g, x: g * np.sign(x))  # sign(0) = 0: no NaN at the kink
+sign = op(np.sign, x=lambda g: np.zeros_like(g))
+floor = op(np.floor, x=lambda g: np.zeros_like(g))
+ceil = op(np.ceil, x=lambda g: np.zeros_like(g))
+trunc = op(np.trunc, x=lambda g: np.zeros_like(g))
+isnan, isfinite, isinf = op(np.isnan), op(np.isfinite), op(np.isinf)
+logical_not = op(np.logical_not)
+bitwise_not = op(np.invert)
+
+
+@op(x=lambda g: np.zeros_like(g))
+def _round(x, *, decimals=0):
+    return np.round(x, decimals)
+
+
+@op(floats=True, x=lambda g, out: -g * out * out)
+def reciprocal(x):
+    return 1 / x
+
+
+@op(floats=True, x=lambda g, out: g * (out * out * out) * -0.5)
+def rsqrt(x):
+    return 1 / np.sqrt(x)
+
+
+@op(floats=True, x=lambda g, out: g * (out * (1 - out)))
+def sigmoid(x):
+    # 1 / (1 + exp(-x)) overflows for large negative x; this form never does.
+    return np.tanh(x * 0.5) * 0.5 + 0.5
+
+
+@op(floats=True, x=lambda g, x: g * (np.exp(-x * x) * (2 / math.sqrt(math.pi))))
+def erf(x):
+    """The error function. float64: the C library's, element by element. float32: a rational
+    function of x on [-4, 4] (the coefficients that Eigen and XLA use), within 2 units in the
+    last place."""
+    if x.dtype == np.float64:
+        return np.vectorize(math.erf, otypes=[np.float64])(x)
+    x = np.clip(x, -4, 4)
+    square = x * x
+    return x * polynomial(square, ERF_ABOVE) / polynomial(square, ERF_BELOW)
+
+
+ERF_ABOVE = (-2.72614225801306e-10, 2.77068142495902e-08, -2.10102402082508e-06,
+             -5.69250639462346e-05, -7.34990630326855e-04, -2.95459980854025e-03,
+             -1.60960333262415e-02)
+ERF_BELOW = (-1.45660718464996e-05, -2.13374055278905e-04, -1.68282697438203e-03,
+             -7.37332916720468e-03, -1.42647390514189e-02)
+
+
+def polynomial(x: Any, coefficients: Sequence[float]) -> Any:
+    """Horner's rule, the coefficient of the highest power first."""
+    total: Any = coefficients[0]
+    for coefficient in coefficients[1:]:
+        total = total * x + coefficient
+    return total
+
+
+@op(x=lambda g, x, min, max: g * inside(x, min, max))
+def _clamp(x, *, min=None, max=None):
+    return np.clip(x, min, max)
+
+
+def inside(x: Any, low: float | None, high: float | None) -> Any:
+    """Where clamp passes x through; at the bounds it does (PyTorch's choice)."""
+    return (x >= (-math.inf if low is None else low)) & (x <= (math.inf if high is None else high))
+
+
+def clamp(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
+    if isinstance(min, Tensor) or isinstance(max, Tensor):
+        input = input if min is None else maximum(input, min)
+        return input if max is None else minimum(input, max)
+    if input.dtype.kind != "f" and any(isinstance(bound, float) for bound in (min, max)):
+        input = input.to(default_dtype())
+    return _clamp(input, min=min, max=max)
+
+
+# -- binary ----------------------------------------------------------------------------------------
+
+_add = op(np.add, x=lambda g: g, y=lambda g: g)
+_sub = op(np.subtract, x=lambda g: g, y=lambda g: -g)
+mul = op(np.multiply, x=lambda g, y: g * y, y=lambda g, x: g * x)
+true_divide = op(np.true_divide, floats=True, x=lambda g, y: g / y,
+                 y=lambda g, y, out: -g * out / y)
+arctan2 = op(np.arctan2, floats=True, x=lambda g, x, y: g * y / (x * x + y * y),
+             y=lambda g, x, y: -g * x / (x * x + y * y))
+# floor((x / y)) moves in jumps; the remainder is x - y * floor(x / y).
+floor_divide = op(np.floor_divide)
+remainder = op(np.remainder, x=lambda g: g, y=lambda g, x, y: -g * np.floor(x / y))
+fmod = op(np.fmod, x=lambda g: g, y=lambda g, x, y: -g * np.trunc(x / y))
+# Where both are equal each gets half, so that the gradient sums to g.
+maximum = op(np.maximum, x=lambda g, x, y: g * (x > y) + g * (x == y) * 0.5,
+             y=lambda g, x, y: g * (y > x) + g * (x == y) * 0.5)
+minimum = op(np.minimum, x=lambda g, x, y: g * (x < y) + g * (x == y) * 0.5,
+             y=lambda g, x, y: g * (y < x) + g * (x == y) * 0.5)
+logaddexp = op(np.logaddexp, x=lambda g, x, out: g * np.exp(x - out),
+               y=lambda g, y, out: g * np.exp(y - out))
+eq, ne = op(np.equal), op(np.not_equal)
+lt, le, gt, ge = op(np.less), op(np.less_equal), op(np.greater), op(np.greater_equal)
+logical_and, logical_or, logical_xor = op(np.logical_and), op(np.logical_or), op(np.logical_xor)
+bitwise_and, bitwise_or, bitwise_xor = op(np.bitwise_and), op(np.bitwise_or), op(np.bitwise_xor)
+
+
+def add(input: Any, other: Any, *, alpha: float = 1) -> Tensor:
+    return _add(input, other if alpha == 1 else other * alpha)
+
+
+def sub(input: Any, other: Any, *, alpha: float = 1) -> Tensor:
+    return _sub(input, other if alpha == 1 else other * alpha)
+
+
+def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Tensor:
+    if rounding_mode is None:
+        return true_divide(input, other)
+    if rounding_mode == "floor":
+        return floor_divide(input, other)
+    if rounding_mode == "trunc":
+        quotient = trunc(true_divide(input, other))
+        return quotient.to(result_type(input, other))
+    raise ValueError(f"rounding_mode must be None, 'trunc' or 'floor', not {rounding_mode!r}")
+
+
+@op(numpy=np.power, x=lambda g, x, y: g * (y * power(x, y - (y != 0))),
+    y=lambda g, x, out: g * out * np.log(np.where(x > 0, x, 1)))
+def power(x, y):
+    # The slopes avoid 0 * inf: x**0 is flat in x, also at x = 0, and where x = 0 the result
+    # does not depend on y > 0, so its logarithm is taken of 1 there.
+    if isinstance(y, (int, float)):  # NumPy's power is 300 times slower than products
+        if y == 2:
+            return x * x
+        if y == 3:
+            return x * x * x
+        if y == 0.5:
+            return np.sqrt(x)
+    return np.power(x, y)
+
+
+@op(numpy=np.where, x=lambda g, condition: np.where(condition, g, 0),
+    y=lambda g, condition: np.where(condition, 0, g))
+def _where(condition, x, y):
+    return np.where(condition, x, y)
+
+
+def where(condition: Any, input: Any = None, other: Any = None) -> Any:
+    """Elements of input where the condition holds, else of other. (An infinite or NaN branch
+    that is not selected still multiplies its own gradient by zero: give the inner op a safe
+    input with a where of its own.)"""
+    if input is None:
+        return tuple(wrap(i) for i in np.nonzero(to_array(condition)))
+    if not any(isinstance(x, Tensor) for x in (input, other)):
+        input = tensor(input)
+    return _where(condition, input, other)
+
+
+def lerp(input: Tensor, end: Tensor, weight: Any) -> Tensor:
+    return input + weight * (end - input)
+
+
+# -- movement: the same elements elsewhere ---------------------------------------------------------
+#
+# Movement ops come in adjoint pairs: what one copies the other adds up.
+
+
+@op(view=True, numpy=np.reshape, x=lambda g, x_shape: np.reshape(g, x_shape))
+def _reshape(x, *, shape):
+    return np.reshape(x, shape)
+
+
+@op(view=True, numpy=np.transpose, x=lambda g, axes: np.transpose(g, tuple(np.argsort(axes))))
+def _permute(x, *, axes=None):
+    return np.transpose(x, axes)
+
+
+@op(view=True, numpy=np.broadcast_to, x=lambda g: g)  # `fitted` sums what was repeated
+def _expand(x, *, shape):
+    return np.broadcast_to(x, shape)
+
+
+@op(view=True, x=lambda g, x_shape, index: index_add_to(g, shape=x_shape, index=index))
+def _getitem(x, *, index):
+    return x[index]
+
+
+@op(x=lambda g, index: g[index])
+def index_add_to(x, *, shape, index):
+    """Zeros of the shape, with x added at the index: what x[index] is the adjoint of."""
+    out = np.zeros(shape, x.dtype)
+    if any(isinstance(i, (np.ndarray, list)) and np.asarray(i).dtype != bool for i in index):
+        np.add.at(out, index, x)  # a position may occur several times
+    else:
+        out[index] = x
+    return out
+
+
+def without(g: Any, path: tuple) -> Any:
+    g = np.copy(g)
+    hole = follow(g, path)
+    hole[...] = 0
+    return g
+
+
+@op(base=lambda g, path: without(g, path), value=lambda g, path: follow(g, path))
+def overwrite(base, value, *, path):
+    """base with the part that the movement ops of `path` show replaced by value."""
+    base = base.copy()
+    follow(base, path)[...] = value
+    return base
+
+
+@op(x=lambda g, index: replaced(g, np.zeros(1, g.dtype), index=index),
+    value=lambda g, index: g[index])
+def replaced(x, value, *, index):
+    x = np.copy(x)
+    x[index] = value
+    return x
+
+
+@op(numpy=np.concatenate, xs=lambda g, i, shapes, axis: part(g, i, shapes, axis))
+def _cat(*xs, axis=0):
+    return np.concatenate(xs, axis)
+
+
+def part(g: Any, i: int, shapes: Sequence[tuple], axis: int) -> Any:
+    start = sum(shape[axis] for shape in shapes[:i])
+    window = [slice(None)] * g.ndim
+    window[axis] = slice(start, start + shapes[i][axis])
+    return g[tuple(window)]
+
+
+@op(numpy=np.flip, x=lambda g, axis: np.flip(g, axis))
+def _flip(x, *, axis):
+    return np.flip(x, axis)
+
+
+@op(x=lambda g, axis, shift: _roll(g, shift=tuple(-s for s in shift), axis=axis))
+def _roll(x, *, shift, axis):
+    return np.roll(x, shift, axis)
+
+
+@op(x=lambda g, widths: g[tuple(slice(a, g.shape[i] - b) for i, (a, b) in enumerate(widths))])
+def _pad(x, *, widths, value=0.0):
+    return np.pad(x, widths, constant_values=value)
+
+
+@op(x=lambda g, x_shape, index, dim: scatter_add_to(g, shape=x_shape, index=index, dim=dim))
+def _gather(x, *, index, dim):
+    return x[along(index, dim)]
+
+
+@op(x=lambda g, index, dim: _gather(g, index=index, dim=dim))
+def scatter_add_to(x, *, shape, index, dim):
+    out = np.zeros(shape, x.dtype)
+    np.add.at(out, along(index, dim), x)
+    return out
+
+
+def along(index: np.ndarray, dim: int) -> tuple:
+    """The full index whose dimension `dim` is taken from index, the others from where it is."""
+    grid = list(np.ogrid[tuple(slice(n) for n in index.shape)])
+    grid[dim] = index
+    return tuple(grid)
+
+
+@op(view=True, x=lambda g, x_shape, kernel, stride, dilation:
+    fold(g, size=x_shape[-len(kernel):], stride=stride, dilation=dilation))
+def windows(x, *, kernel, stride, dilation):
+    """All windows of x (..., *size) over its last dimensions: (..., *places, *kernel), a view.
+
+    The place p and the offset k in the kernel show the element p * stride + k * dilation."""
+    n = len(kernel)
+    span = tuple((k - 1) * d + 1 for k, d in zip(kernel, dilation))
+    axes = tuple(range(x.ndim - n, x.ndim))
+    views = np.lib.stride_tricks.sliding_window_view(x, span, axes)
+    places = tuple(slice(None, None, s) for s in stride)
+    offsets = tuple(slice(None, None, d) for d in dilation)
+    return views[(..., *places, *offsets)]
+
+
+@op(x=lambda g, x_shape, stride, dilation:
+    windows(g, kernel=x_shape[-len(stride):], stride=stride, dilation=dilation))
+def fold(x, *, size, stride, dilation):
+    """Add the windows (..., *places, *kernel) up where they came from: (..., *size)."""
+    n = len(size)
+    places, kernel = x.shape[-2 * n : -n], x.shape[-n:]
+    out = np.zeros(x.shape[: -2 * n] + tuple(size), x.dtype)
+    for offset in np.ndindex(*kernel):
+        where = tuple(
+            slice(k * d, k * d + (p - 1) * s + 1, s) if p else slice(0, 0)
+            for k, d, p, s in zip(offset, dilation, places, stride)
+        )
+        out[(..., *where)] += x[(..., *offset)]
+    return out
+
+
+# -- reduce ----------------------------------------------------------------------------------------
+
+Dims = int | Sequence[int] | None
+
+
+def axes_of(dim: Dims, ndim: int) -> tuple[int, ...]:
+    """The dimensions that a reduction runs over, counted from 0; none given means all."""
+    if dim is None or (not isinstance(dim, int) and not len(dim)):
+        return tuple(range(ndim))
+    dims = [dim] if isinstance(dim, int) else list(dim)
+    for d in dims:
+        if not -max(ndim, 1) <= d < max(ndim, 1):
+            raise IndexError(f"dimension {d} is out of range for a tensor of {ndim} dimensions")
+    axes = tuple(d % ndim for d in dims) if ndim else ()
+    if len(set(axes)) != len(axes):
+        raise RuntimeError(f"a dimension appears twice in {tuple(dims)}")
+    return axes
+
+
+def spread(g: Any, shape: tuple[int, ...], axes: Any, keepdims: bool = False) -> Any:
+    """Give each element the gradient of the reduction that it went into."""
+    if not keepdims:
+        axes = axes_of(axes, len(shape))
+        g = np.reshape(g, tuple(1 if i in axes else n for i, n in enumerate(shape)))
+    return np.broadcast_to(g, shape)
+
+
+@op(numpy=np.sum, x=lambda g, x_shape, axis, keepdims: spread(g, x_shape, axis, keepdims))
+def _sum(x, *, axis=None, keepdims=False):
+    return np.sum(x, axis=axis, keepdims=keepdims)
+
+
+@op(numpy=np.mean, x=lambda g, x_shape, axis, keepdims:
+    spread(g / count(x_shape, axis), x_shape, axis, keepdims))
+def _mean(x, *, axis=None, keepdims=False):
+    if count(x.shape, axis) == 0:  # as 0 / 0, but without NumPy's warning
+        return np.sum(x, axis=axis, keepdims=keepdims) * x.dtype.type(math.nan)
+    return np.mean(x, axis=axis, keepdims=keepdims)
+
+
+def count(shape: tuple[int, ...], axis: Any) -> int:
+    return math.prod(shape[a] for a in axes_of(axis, len(shape)))
+
+
+@op(x=lambda g, x, out, axis, keepdims:
+    spread(g, x.shape, axis, keepdims) * others(x, out, axis, keepdims))
+def _prod(x, *, axis=None, keepdims=False):
+    return np.prod(x, axis=axis, keepdims=keepdims)
+
+
+def others(x: Any, out: Any, axis: int | None, keepdims: bool) -> Any:
+    """For each element the product of all the others: out / x, except that 0 / 0 says nothing,
+    so where there is a zero each row is multiplied anew without the element in question."""
+    if to_array(x).all():
+        return spread(out, x.shape, axis, keepdims) / x
+    rows = np.reshape(x, (1, -1)) if axis is None else np.swapaxes(x, axis, -1)
+    n = rows.shape[-1]
+    rows = np.broadcast_to(np.expand_dims(rows, -2), rows.shape[:-1] + (n, n))
+    product = _prod(np.where(np.eye(n, dtype=bool), 1, rows), axis=rows.ndim - 1)
+    return np.reshape(product, x.shape) if axis is None else np.swapaxes(product, axis, -1)
+
+
+@op(numpy=np.max, x=lambda g, x, out, axis, keepdims: evenly(g, x, out, axis, keepdims))
+def _amax(x, *, axis=None, keepdims=False):
+    return np.max(x, axis=axis, keepdims=keepdims)
+
+
+@op(numpy=np.min, x=lambda g, x, out, axis, keepdims: evenly(g, x, out, axis, keepdims))
+def _amin(x, *, axis=None, keepdims=False):
+    return np.min(x, axis=axis, keepdims=keepdims)
+
+
+def evenly(g: Any, x: Any, out: Any, axis: Any, keepdims: bool) -> Any:
+    """Split the gradient between all elements that are the extreme, so that it sums to g."""
+    ties = (x == spread(out, x.shape, axis, keepdims)) * 1.0
+    share = ties / np.sum(ties, axis=axis, keepdims=True)
+    return spread(g, x.shape, axis, keepdims) * share
+
+
+@op(numpy=np.cumsum, x=lambda g, axis: np.flip(np.cumsum(np.flip(g, axis), axis), axis))
+def _cumsum(x, *, axis):
+    return np.cumsum(x, axis=axis)
+
+
+@op(x=lambda g, x, out, axis, keepdims: spread(g, x.shape, axis, keepdims)
+    * np.exp(x - spread(out, x.shape, axis, keepdims)))
+def _logsumexp(x, *, axis, keepdims=False):
+    # Shifted by the maximum, so that exp cannot overflow; an infinite one cannot be subtracted.
+    top = np.max(x, axis=axis, keepdims=True, initial=-math.inf)
+    top = np.where(np.isfinite(top), top, 0).astype(x.dtype)
+    with np.errstate(divide="ignore"):  # the log of a sum of nothing is -inf
+        out = np.log(np.sum(np.exp(x - top), axis=axis, keepdims=True)) + top
+    return out if keepdims else np.squeeze(out, axis)
+
+
+@op(x=lambda g, out, dim: out * (g - np.sum(g * out, axis=dim, keepdims=True)))
+def _softmax(x, *, dim):
+    e = np.exp(x - np.max(x, axis=dim, keepdims=True, initial=-math.inf))
+    return e / np.sum(e, axis=dim, keepdims=True)
+
+
+@op(x=lambda g, out, dim: g - np.exp(out) * np.sum(g, axis=dim, keepdims=True))
+def _log_softmax(x, *, dim):
+    shifted = x - np.max(x, axis=dim, keepdims=True, initial=-math.inf)
+    return shifted - np.log(np.sum(np.exp(shifted), axis=dim, keepdims=True))
+
+
+@op(x=lambda g, x, out, axis, keepdims: spread(g, x.shape, axis, keepdims)
+    * (x / np.where(out == 0, 1, out).reshape(kept(x.shape, axis))))
+def _norm2(x, *, axis=None, keepdims=False):
+    # An op of its own because sqrt(sum(x * x)) has slope 0 * inf = NaN at zero; here it is 0.
+    return np.sqrt(np.sum(x * x, axis=axis, keepdims=keepdims))
+
+
+def kept(shape: tuple[int, ...], axis: Any) -> tuple[int, ...]:
+    axes = axes_of(axis, len(shape))
+    return tuple(1 if i in axes else n for i, n in enumerate(shape))
+
+
+# -- products --------------------------------------------------------------------------------------
+
+
+@op(numpy=np.matmul, x=lambda g, y: g @ np.swapaxes(y, -1, -2), y=lambda g, x, y_shape:
+    flat(x).T @ flat(g) if len(y_shape) == 2 else np.swapaxes(x, -1, -2) @ g)
+def _matmul(x, y):
+    return np.matmul(x, y)
+
+
+def flat(x: Any) -> Any:
+    """All rows of a batch of matrices as one matrix: one product then sums over the batch."""
+    return x if x.ndim == 2 else np.reshape(x, (-1, x.shape[-1]))
+
+
+def matmul(input: Tensor, other: Tensor) -> Tensor:
+    """Products of matrices (..., n, k) @ (..., k, m); a vector counts as a row or a column."""
+    x, y = (v if isinstance(v, Tensor) else wrap(v) for v in (input, other))
+    if not x.ndim or not y.ndim:
+        raise RuntimeError("matmul needs tensors of at least one dimension: use * for numbers")
+    if x.dtype != y.dtype:
+        raise RuntimeError(f"matmul of {x.dtype} and {y.dtype}: convert one with .to(dtype)")
+    if x.shape[-1] != y.shape[-2 if y.ndim > 1 else 0]:
+        raise RuntimeError(
+            f"matmul of shapes {tuple(x.shape)} and {tuple(y.shape)}: the last dimension of the "
+            f"first ({x.shape[-1]}) must be the {'second to last' if y.ndim > 1 else 'only'} "
+            f"of the second ({y.shape[-2 if y.ndim > 1 else 0]})"
+        )
+    out = _matmul(x.unsqueeze(0) if x.ndim == 1 else x, y.unsqueeze(1) if y.ndim == 1 else y)
+    if y.ndim == 1:
+        out = out.squeeze(-1)
+    return out.squeeze(-1 if y.ndim == 1 else -2) if x.ndim == 1 else out
+
+
+def dot(input: Tensor, other: Tensor) -> Tensor:
+    if input.ndim != 1 or other.ndim != 1:
+        raise RuntimeError(f"dot takes vectors, not shapes {tuple(input.shape)} and "
+                           f"{tuple(other.shape)}: use matmul")
+    return matmul(input, other)
+
+
+def outer(input: Tensor, vec2: Tensor) -> Tensor:
+    return input.unsqueeze(1) * vec2.unsqueeze(0)
+
+
+def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+    return input * beta + matmul(mat1, mat2) * alpha
+
+
+# NumPy's names for movement, as the derivatives above use them on tensors.
+numpy_to_op.update({
+    np.expand_dims: lambda x, axis: x.unsqueeze(axis),
+    np.squeeze: lambda x, axis: x.squeeze(axis),
+    np.swapaxes: lambda x, a, b: x.transpose(a, b),
+    np.zeros_like: lambda x: zeros_like(x),
+    np.copy: lambda x: x.clone(),
+})
+
+
+# -- making tensors --------------------------------------------------------------------------------
+
+
+def tensor(data: Any, *, dtype: Any = None, device: Any = None,
+           requires_grad: bool = False) -> Tensor:
+    """A tensor with a copy of the data. Python floats become the default dtype (float32)."""
+    if isinstance(data, (list, tuple)) and data and isinstance(first_leaf(data), Tensor):
+        data = np.stack([to_array(tensor(item)) for item in data])
+        python_numbers = False
+    else:
+        python_numbers = not isinstance(first_leaf(data), (np.ndarray, np.generic, Tensor))
+    array = np.array(to_array(data), dtype=dtype)
+    if array.dtype.kind not in CATEGORY:
+        raise TypeError(f"cannot make a tensor of {array.dtype} from {type(data).__name__}: "
+                        "nested lists must be regular and hold numbers")
+    if dtype is None and python_numbers and array.dtype == np.float64:
+        array = array.astype(default_dtype())
+    return wrap(array).requires_grad_(requires_grad)
+
+
+def first_leaf(data: Any) -> Any:
+    while isinstance(data, (list, tuple)) and data:
+        data = data[0]
+    return data
+
+
+def as_tensor(data: Any, dtype: Any = None, device: Any = None) -> Tensor:
+    """Like tensor, but without a copy where none is needed."""
+    if isinstance(data, Tensor):
+        return data if dtype is None else data.to(dtype)
+    if isinstance(data, np.ndarray):
+        return wrap(data if dtype is None else data.astype(dtype, copy=False))
+    return tensor(data, dtype=dtype)
+
+
+def from_numpy(array: np.ndarray) -> Tensor:
+    """A tensor that shares the array's memory."""
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"from_numpy takes an ndarray, not {type(array).__name__}")
+    return wrap(array)
+
+
+def factory(make: Callable[..., np.ndarray]) -> Callable[..., Tensor]:
+    """zeros(2, 3), zeros((2, 3)), and dtype, device and requires_grad for each."""
+
+    def create(*size: Any, dtype: Any = None, device: Any = None, requires_grad: bool = False,
+               **options: Any) -> Tensor:
+        shape = sizes(size)
+        array = make(shape, dtype or default_dtype(), **options)
+        return wrap(array).requires_grad_(requires_grad)
+
+    return create
+
+
+def sizes(args: Sequence[Any]) -> tuple[int, ...]:
+    """(2, 3) from f(2, 3), f((2, 3)) and f([2, 3])."""
+    if len(args) == 1 and not isinstance(args[0], (int, np.integer, Tensor)):
+        args = args[0]
+    return tuple(int(n) for n in args)
+
+
+zeros, ones, empty = factory(np.zeros), factory(np.ones), factory(np.empty)
+
+
+def full(size: Sequence[int], fill_value: Any, *, dtype: Any = None, device: Any = None,
+         requires_grad: bool = False) -> Tensor:
+    dtype = dtype or tensor(fill_value).dtype
+    return wrap(np.full(size, fill_value, dtype)).requires_grad_(requires_grad)
+
+
+def arange(*bounds: Any, dtype: Any = None, device: Any = None,
+           requires_grad: bool = False) -> Tensor:
+    bounds = tuple(b.item() if isinstance(b, Tensor) else b for b in bounds)
+    if dtype is None:
+        dtype = int64 if all(isinstance(b, (int, np.integer)) for b in bounds) else default_dtype()
+    return wrap(np.arange(*bounds).astype(dtype)).requires_grad_(requires_grad)
+
+
+def linspace(start: float, end: float, steps: int, *, dtype: Any = None, device: Any = None,
+             requires_grad: bool = False) -> Tensor:
+    array = np.linspace(start, end, steps).astype(dtype or default_dtype())
+    return wrap(array).requires_grad_(requires_grad)
+
+
+def eye(n: int, m: int | None = None, *, dtype: Any = None, device: Any = None,
+        requires_grad: bool = False) -> Tensor:
+    return wrap(np.eye(n, m, dtype=dtype or default_dtype())).requires_grad_(requires_grad)
+
+
+def like(make: Callable[..., Any]) -> Callable[..., Tensor]:
+    """zeros_like from zeros, and so on: the shape and dtype of another tensor."""
+
+    def create(input: Tensor, *args: Any, dtype: Any = None, **options: Any) -> Tensor:
+        return make(input.shape, *args, dtype=dtype or input.dtype, **options)
+
+    return create
+
+
+zeros_like, ones_like, empty_like, full_like = map(like, (zeros, ones, empty, full))
+
+
+# -- random numbers --------------------------------------------------------------------------------
+
+
+class Generator:
+    """A stream of random numbers of our own: NumPy's global state is neither read nor moved."""
+
+    def __init__(self, device: Any = "cpu") -> None:
+        self.numpy = np.random.default_rng()
+
+    def manual_seed(self, seed: int) -> Generator:
+        self.numpy = np.random.default_rng(seed)
+        return self
+
+    def get_state(self) -> dict:
+        return self.numpy.bit_generator.state
+
+    def set_state(self, state: dict) -> None:
+        self.numpy.bit_generator.state = state
+
+
+_generator: ContextVar[Generator] = ContextVar("generator", default=Generator())  # noqa: B039
+
+
+def manual_seed(seed: int) -> Generator:
+    """Start the default generator at the seed: the same seed gives the same run."""
+    return _generator.get().manual_seed(seed)
+
+
+def rng(generator: Generator | None = None) -> np.random.Generator:
+    return (generator or _generator.get()).numpy
+
+
+def random_factory(draw: Callable[..., np.ndarray]) -> Callable[..., Tensor]:
+    def make(shape: tuple, dtype: Any, generator: Generator | None = None) -> np.ndarray:
+        return np.asarray(draw(rng(generator), shape)).astype(dtype, copy=False)
+
+    return factory(make)
+
+
+rand = random_factory(lambda g, shape: g.random(shape, np.float32))
+randn = random_factory(lambda g, shape: g.standard_normal(shape, np.float32))
+rand_like, randn_like = like(rand), like(randn)
+
+
+def randint(low: int, high: Any, size: Any = None, *, dtype: Any = int64,
+            generator: Generator | None = None) -> Tensor:
+    if size is None:  # randint(high, size)
+        low, high, size = 0, low, high
+    return wrap(rng(generator).integers(low, high, tuple(size)).astype(dtype))
+
+
+def randperm(n: int, *, generator: Generator | None = None) -> Tensor:
+    return wrap(rng(generator).permutation(n))
+
+
+def normal(mean: Any, std: Any, size: Any = None, *, generator: Generator | None = None) -> Tensor:
+    shape = np.broadcast_shapes(np.shape(mean), np.shape(std)) if size is None else tuple(size)
+    return randn(shape, generator=generator) * std + mean
+
+
+def bernoulli(input: Tensor, *, generator: Generator | None = None) -> Tensor:
+    draws = rng(generator).random(input.shape) < input._array
+    return wrap(draws.astype(input.dtype))
+
+
+def multinomial(input: Tensor, num_samples: int, replacement: bool = False, *,
+                generator: Generator | None = None) -> Tensor:
+    """Draw indices with probabilities proportional to each row of input."""
+    rows = np.atleast_2d(input._array).astype(np.float64)
+    if (rows < 0).any() or not np.isfinite(rows).all() or not (rows.sum(-1) > 0).all():
+        raise RuntimeError("multinomial needs weights that are finite, not negative, and not all 0")
+    draws = np.stack([
+        rng(generator).choice(rows.shape[1], num_samples, replacement, row / row.sum())
+        for row in rows
+    ])
+    return wrap(draws if input.ndim > 1 else draws[0])
+
+
+# -- functions and methods -------------------------------------------------------------------------
+#
+# What follows gives the ops above PyTorch's signatures. Each is written once, as a function of a
+# tensor, and becomes a method too. Names that would hide Python's own (sum, max, abs ...) exist
+# only as methods and as `minidist.sum` (section 8), never as globals of this file.
+
+
+def reduction(reduce: Callable, floats: bool = False) -> Callable[..., Tensor]:
+    """sum(dim, keepdim) from the op with NumPy's axis and keepdims."""
+
+    def method(self: Tensor, dim: Dims = None, keepdim: bool = False, *,
+               dtype: Any = None) -> Tensor:
+        x = self if dtype is None else self.to(dtype)
+        if floats and x.dtype.kind != "f":
+            raise RuntimeError(f"{reduce.__name__.strip('_')} needs a floating point tensor, this "
+                               f"one is {x.dtype}: convert it with .float() first")
+        return reduce(x, axis=axes_of(dim, x.ndim), keepdims=keepdim)
+
+    return method
+
+
+def extreme(amax: Callable, arg: Callable, pairwise: Callable) -> Callable[..., Any]:
+    """max(): the largest of all; max(dim): values and indices; max(other): elementwise."""
+
+    def method(self: Tensor, dim: Any = None, keepdim: bool = False, *, other: Any = None) -> Any:
+        if isinstance(dim, Tensor) or other is not None:
+            return pairwise(self, dim if other is None else other)
+        if dim is None:
+            return amax(self)
+        if not self.ndim:
+            return ValuesIndices(self, wrap(np.zeros((), np.int64)))
+        index = np.expand_dims(arg(self._array, axis=dim), dim)
+        values = _gather(self, index=index, dim=dim % self.ndim)
+        if not keepdim:
+            return ValuesIndices(values.squeeze(dim), wrap(np.squeeze(index, dim)))
+        return ValuesIndices(values, wrap(index))
+
+    return method
+
+
+class ValuesIndices(tuple):
+    """What max(dim), sort and topk return: (values, indices)."""
+
+    def __new__(cls, values: Tensor, indices: Tensor) -> ValuesIndices:
+        return super().__new__(cls, (values, indices))
+
+    values = property(lambda self: self[0])
+    indices = property(lambda self: self[1])
+
+
+def arg_extreme(arg: Callable) -> Callable[..., Tensor]:
+    def method(self: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+        return wrap(arg(self._array, axis=dim, keepdims=keepdim))
+
+    return method
+
+
+def logical(reduce: Callable) -> Callable[..., Tensor]:
+    def method(self: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+        return wrap(reduce(self._array != 0, axis=axes_of(dim, self.ndim), keepdims=keepdim))
+
+    return method
+
+
+def var(self: Tensor, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *,
+        correction: float | None = None) -> Tensor:
+    """The mean squared distance from the mean, divided by n - correction (1 unless given). In
+    two passes: E[x^2] - E[x]^2 cancels."""
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    correction = int(unbiased) if correction is None else correction
+    distance = self - self.mean(dim, keepdim=True)
+    n = count(self.shape, axes_of(dim, self.ndim))
+    return square(distance).sum(dim, keepdim) / max(n - correction, 0)
+
+
+def std(self: Tensor, *args: Any, **options: Any) -> Tensor:
+    return sqrt(var(self, *args, **options))
+
+
+def prod(self: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    x = self if dtype is None else self.to(dtype)
+    return _prod(x, axis=dim if dim is None or x.ndim else None, keepdims=keepdim)
+
+
+def norm(self: Tensor, p: Any = 2, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    axes = axes_of(dim, self.ndim)
+    if p in (2, "fro", None):
+        return _norm2(self, axis=axes, keepdims=keepdim)
+    size = _abs(self)
+    if p == math.inf:
+        return _amax(size, axis=axes, keepdims=keepdim)
+    if p == -math.inf:
+        return _amin(size, axis=axes, keepdims=keepdim)
+    if p == 0:
+        return (self != 0).to(self.dtype).sum(axes, keepdim)
+    return size.sum(axes, keepdim) if p == 1 else (size**p).sum(axes, keepdim) ** (1 / p)
+
+
+def logsumexp(self: Tensor, dim: Dims, keepdim: bool = False) -> Tensor:
+    return _logsumexp(self, axis=axes_of(dim, self.ndim), keepdims=keepdim)
+
+
+def cumsum(self: Tensor, dim: int) -> Tensor:
+    return _cumsum(self, axis=dim) if self.ndim else self.clone()
+
+
+def reshape(self: Tensor, *shape: Any) -> Tensor:
+    shape = sizes(shape)
+    try:
+        return _reshape(self, shape=shape)
+    except ValueError:
+        raise RuntimeError(f"cannot reshape {self.numel()} elements of shape {tuple(self.shape)} "
+                           f"to {shape}") from None
+
+
+def view(self: Tensor, *shape: Any) -> Tensor:
+    """reshape that never copies: an error where the memory does not allow a view."""
+    result = reshape(self, *shape)
+    if result._view is None and self.numel():
+        raise RuntimeError(f"view of shape {sizes(shape)} would have to copy this tensor, whose "
+                           "elements are not in order in memory: use .reshape() or .contiguous()")
+    return result
+
+
+def flatten(self: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
+    if not self.ndim:
+        return reshape(self, 1)
+    start, end = start_dim % self.ndim, end_dim % self.ndim
+    middle = math.prod(self.shape[start : end + 1])
+    return reshape(self, *self.shape[:start], middle, *self.shape[end + 1 :])
+
+
+def permute(self: Tensor, *dims: Any) -> Tensor:
+    return _permute(self, axes=tuple(d % self.ndim for d in sizes(dims)))
+
+
+def transpose(self: Tensor, dim0: int, dim1: int) -> Tensor:
+    if not self.ndim:
+        return self
+    order = list(range(self.ndim))
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    return _permute(self, axes=tuple(order))
+
+
+def squeeze(self: Tensor, dim: Dims = None) -> Tensor:
+    axes = axes_of(dim, self.ndim)
+    kept_sizes = (n for i, n in enumerate(self.shape) if n != 1 or i not in axes)
+    return _reshape(self, shape=tuple(kept_sizes))
+
+
+def unsqueeze(self: Tensor, dim: int) -> Tensor:
+    if not -self.ndim - 1 <= dim <= self.ndim:
+        raise IndexError(f"unsqueeze({dim}) of a tensor of {self.ndim} dimensions")
+    dim %= self.ndim + 1
+    return _reshape(self, shape=(*self.shape[:dim], 1, *self.shape[dim:]))
+
+
+def expand(self: Tensor, *shape: Any) -> Tensor:
+    shape = sizes(shape)
+    own = (1,) * (len(shape) - self.ndim) + tuple(self.shape)
+    return _expand(self, shape=tuple(o if n == -1 else n for n, o in zip(shape, own)))
+
+
+def repeat(self: Tensor, *counts: Any) -> Tensor:
+    counts = sizes(counts)
+    x = reshape(self, (1,) * (len(counts) - self.ndim) + tuple(self.shape))
+    paired = [n for pair in zip(counts, x.shape) for n in pair]
+    spaced = [n for size in x.shape for n in (1, size)]
+    return reshape(x, spaced).expand(paired).reshape([c * n for c, n in zip(counts, x.shape)])
+
+
+def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    tensors = list(tensors)
+    if not tensors:
+        raise RuntimeError("cat needs at least one tensor")
+    # PyTorch lets an empty vector stand for nothing beside tensors of any shape.
+    tensors = [t for t in tensors if t.shape != (0,)] or tensors[:1]
+    return _cat(*tensors, axis=dim % max(tensors[0].ndim, 1))
+
+
+def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return cat([unsqueeze(t, dim) for t in tensors], dim if dim >= 0 else dim)
+
+
+def split(self: Tensor, split_size_or_sections: Any, dim: int = 0) -> tuple[Tensor, ...]:
+    total, parts = self.shape[dim], split_size_or_sections
+    if isinstance(parts, int):
+        parts = [min(parts, total - i) for i in range(0, max(total, 1), parts)]
+    if sum(parts) != total:
+        raise RuntimeError(f"split sections {list(parts)} do not add up to {total}")
+    starts = itertools.accumulate(parts, initial=0)
+    return tuple(narrow(self, dim, start, n) for start, n in zip(starts, parts))
+
+
+def chunk(self: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
+    return split(self, max(-(-self.shape[dim] // chunks), 1), dim)
+
+
+def unbind(self: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
+    return tuple(select(self, dim, i) for i in range(self.shape[dim]))
+
+
+def narrow(self: Tensor, dim: int, start: int, length: int) -> Tensor:
+    return self[(slice(None),) * (dim % self.ndim) + (slice(start, start + length),)]
+
+
+def select(self: Tensor, dim: int, index: int) -> Tensor:
+    return self[(slice(None),) * (dim % self.ndim) + (index,)]
+
+
+def index_select(self: Tensor, dim: int, index: Tensor) -> Tensor:
+    return self[(slice(None),) * (dim % max(self.ndim, 1)) + (index.reshape(-1),)]
+
+
+def gather(self: Tensor, dim: int, index: Tensor) -> Tensor:
+    if not self.ndim:
+        return gather(self.reshape(1), 0, index.reshape(-1)).reshape(index.shape)
+    return _gather(self, index=to_array(index), dim=dim % self.ndim)
+
+
+def scatter(self: Tensor, dim: int, index: Tensor, src: Any) -> Tensor:
+    place = along(to_array(index), dim % self.ndim)
+    if isinstance(src, Tensor):
+        src = src[tuple(slice(n) for n in index.shape)]
+    return replaced(self, src, index=place)
+
+
+def scatter_add(self: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+    index = to_array(index)
+    src = src[tuple(slice(n) for n in index.shape)]
+    return self + scatter_add_to(src, shape=self.shape, index=index, dim=dim % self.ndim)
+
+
+def masked_fill(self: Tensor, mask: Tensor, value: Any) -> Tensor:
+    return _where(mask, tensor(value, dtype=self.dtype) if not isinstance(value, Tensor) else
+                  value.to(self.dtype), self)
+
+
+def masked_select(self: Tensor, mask: Tensor) -> Tensor:
+    mask_array, x = np.broadcast_arrays(to_array(mask), self._array)
+    return expand(self, *x.shape)[mask_array]
+
+
+def tril(self: Tensor, diagonal: int = 0) -> Tensor:
+    return _where(np.tri(*self.shape[-2:], diagonal, dtype=bool), self, 0)
+
+
+def triu(self: Tensor, diagonal: int = 0) -> Tensor:
+    return _where(np.tri(*self.shape[-2:], diagonal - 1, dtype=bool), 0, self)
+
+
+def flip(self: Tensor, *dims: Any) -> Tensor:
+    return _flip(self, axis=axes_of(sizes(dims), self.ndim) if self.ndim else ())
+
+
+def roll(self: Tensor, shifts: Any, dims: Any = None) -> Tensor:
+    shifts = (shifts,) if isinstance(shifts, int) else tuple(shifts)
+    if dims is None:
+        return roll(self.reshape(-1), shifts, 0).reshape(self.shape)
+    return _roll(self, shift=shifts, axis=(dims,) if isinstance(dims, int) else tuple(dims))
+
+
+def sort(self: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Any:
+    index = argsort(self, dim, descending)
+    return ValuesIndices(gather(self, dim, index), index)
+
+
+def argsort(self: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Tensor:
+    if not self.ndim:
+        return wrap(np.zeros((), np.int64))
+    x = self._array
+    if descending:  # flipped twice, so that equal elements keep their order
+        back = np.flip(np.argsort(np.flip(x, dim), axis=dim, kind="stable"), dim)
+        return wrap(x.shape[dim] - 1 - back)
+    return wrap(np.argsort(x, axis=dim, kind="stable"))
+
+
+def topk(self: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    if k > self.shape[dim]:
+        raise RuntimeError(f"topk({k}) of a dimension of size {self.shape[dim]}")
+    values, index = sort(self, dim, descending=largest)
+    return ValuesIndices(narrow(values, dim, 0, k), narrow(index, dim, 0, k))
+
+
+def softmax(self: Tensor, dim: int, dtype: Any = None) -> Tensor:
+    return _softmax(self if dtype is None else self.to(dtype), dim=dim)
+
+
+def log_softmax(self: Tensor, dim: int, dtype: Any = None) -> Tensor:
+    return _log_softmax(self if dtype is None else self.to(dtype), dim=dim)
+
+
+def isclose(input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8,
+            equal_nan: bool = False) -> Tensor:
+    return wrap(np.isclose(to_array(input), to_array(other), rtol, atol, equal_nan))
+
+
+def allclose(input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8,
+             equal_nan: bool = False) -> bool:
+    return bool(np.allclose(to_array(input), to_array(other), rtol, atol, equal_nan))
+
+
+def equal(input: Tensor, other: Tensor) -> bool:
+    return np.array_equal(to_array(input), to_array(other))
+
+
+def clone(self: Tensor) -> Tensor:
+    return _clone(self)
+
+
+@op(x=lambda g: g)
+def _clone(x):
+    return x.copy()
+
+
+# -- indexing --------------------------------------------------------------------------------------
+
+
+def plain_index(index: Any) -> tuple:
+    """An index as NumPy takes it: tensors as arrays, single integers as integers."""
+    plain = []
+    for i in index if isinstance(index, tuple) else (index,):
+        if isinstance(i, (Tensor, list, np.ndarray)):
+            i = to_array(i)
+            if i.dtype.kind not in "iub" and i.size:
+                raise IndexError(f"an index must be of integers or booleans, not {i.dtype}")
+            i = i if i.size or i.dtype.kind in "iub" else i.astype(np.int64)
+            i = int(i) if i.ndim == 0 and i.dtype.kind != "b" else i
+        plain.append(i)
+    return tuple(plain)
+
+
+def getitem(self: Tensor, index: Any) -> Tensor:
+    return _getitem(self, index=plain_index(index))
+
+
+def setitem(self: Tensor, index: Any, value: Any) -> None:
+    index = plain_index(index)
+    if not isinstance(value, Tensor):
+        value = wrap(np.asarray(value, self.dtype))
+    if all(isinstance(i, (int, slice, type(None), type(Ellipsis), np.integer)) for i in index):
+        write(_getitem(self, index=index), value, "an assignment to a slice")
+    elif _grad_enabled.get() and (value.requires_grad or edge_of(self) is not None):
+        before = wrap(self._array.copy(), edge_of(self))
+        write(self, replaced(before, value, index=index), "an assignment to an index")
+    else:
+        touch(self, "an assignment to an index")
+        self._array[index] = value._array
+
+
+# -- methods in place, and all methods -------------------------------------------------------------
+
+
+def in_place(function: Callable, name: str) -> Callable[..., Tensor]:
+    """x.relu_() from relu(x): the new value takes the place of the old.
+
+    While recording, the op works on a copy of x: its derivative may need what we overwrite."""
+
+    def method(self: Tensor, *args: Any, **options: Any) -> Tensor:
+        recording = _grad_enabled.get() and any(
+            isinstance(x, Tensor) and x.requires_grad for x in (self, *args)
+        )
+        before = wrap(self._array.copy(), edge_of(self)) if recording else self
+        value = function(before, *args, **options)
+        if CATEGORY[value.dtype.kind] > CATEGORY[self.dtype.kind]:
+            raise RuntimeError(f"{name} would give {value.dtype}, which {self.dtype} cannot hold")
+        return write(self, value, name)
+
+    return method
+
+
+def fill_(self: Tensor, value: Any) -> Tensor:
+    return write(self, as_tensor(value, dtype=self.dtype), "fill_")
+
+
+def copy_(self: Tensor, source: Any) -> Tensor:
+    return write(self, as_tensor(source), "copy_")
+
+
+def drawn(draw: Callable[..., np.ndarray], name: str) -> Callable[..., Tensor]:
+    def method(self: Tensor, *args: float, generator: Generator | None = None,
+               **named: float) -> Tensor:
+        array = draw(rng(generator), self._array.shape, *args, **named)
+        return write(self, wrap(array.astype(self.dtype)), name)
+
+    return method
+
+
+def draw_uniform(g: np.random.Generator, shape: tuple, a: float = 0.0, b: float = 1.0, *,
+                 to: float | None = None) -> np.ndarray:
+    return g.uniform(a, b if to is None else to, shape)
+
+
+def draw_normal(g: np.random.Generator, shape: tuple, mean: float = 0.0,
+                std: float = 1.0) -> np.ndarray:
+    return g.normal(mean, std, shape)
+
+
+def swapped(function: Callable) -> Callable:
+    """2 - x is x.__rsub__(2)."""
+    return lambda self, other: function(other, self)
+
+
+def operator(function: Callable) -> Callable:
+    """As a method for Python's operators: others than numbers and arrays get their own turn."""
+
+    def method(self: Tensor, other: Any) -> Any:
+        if not isinstance(other, (Tensor, float, int, np.ndarray, np.generic)):
+            return NotImplemented
+        return function(self, other)
+
+    return method
+
+
+# Ops take their names from here, for error messages.
+for _name, _function in list(globals().items()):
+    if isinstance(getattr(_function, "op", None), Op):
+        _function.op.name = _function.__name__ = _name.strip("_")
+
+METHODS: dict[str, Callable] = {
+    "sum": reduction(_sum), "mean": reduction(_mean, floats=True), "prod": prod,
+    "amax": reduction(_amax), "amin": reduction(_amin),
+    "max": extreme(_amax, np.argmax, maximum), "min": extreme(_amin, np.argmin, minimum),
+    "argmax": arg_extreme(np.argmax), "argmin": arg_extreme(np.argmin),
+    "any": logical(np.any), "all": logical(np.all),
+    "abs": _abs, "round": _round, "pow": power, "true_divide": true_divide,
+    "multiply": mul, "divide": div, "subtract": sub, "negative": neg, "absolute": _abs,
+    "arctan2": arctan2, "atan2": arctan2, "clip": clamp, "concat": cat,
+}
+for _function in (
+    exp, expm1, log, log1p, log2, log10, sqrt, square, sin, cos, tan, tanh, neg, sign, floor, ceil,
+    trunc, isnan, isfinite, isinf, reciprocal, rsqrt, sigmoid, erf, clamp, add, sub, mul, div,
+    floor_divide, remainder, fmod, maximum, minimum, logaddexp, lerp, eq, ne, lt, le, gt, ge,
+    logical_not, logical_and, logical_or, logical_xor, bitwise_not, bitwise_and, bitwise_or,
+    bitwise_xor, matmul, dot, outer, addmm, var, std, norm, logsumexp, cumsum, reshape, view,
+    flatten, permute, transpose, squeeze, unsqueeze, expand, repeat, split, chunk, unbind, narrow,
+    select, index_select, gather, scatter, scatter_add, masked_fill, masked_select, tril, triu,
+    flip, roll, sort, argsort, topk, softmax, log_softmax, isclose, allclose, equal, clone,
+    bernoulli, multinomial,
+):  # fmt: skip
+    METHODS[_function.__name__] = _function
+METHODS |= {"mm": matmul, "bmm": matmul, "mv": matmul}
+for _name, _function in METHODS.items():
+    setattr(Tensor, _name, _function)
+
+for _name in (
+    "abs add ceil clamp copysign cos div erf exp expm1 floor fmod lerp log log10 log1p log2 "
+    "masked_fill mul neg pow reciprocal remainder round rsqrt scatter scatter_add sigmoid sign "
+    "sin sqrt square sub tan tanh tril triu trunc"
+).split():
+    if _name in METHODS:
+        setattr(Tensor, _name + "_", in_place(METHODS[_name], _name + "_"))
+
+for _name, _function in {
+    "__add__": add, "__sub__": sub, "__mul__": mul, "__truediv__": true_divide,
+    "__floordiv__": floor_divide, "__mod__": remainder, "__pow__": power, "__matmul__": matmul,
+    "__and__": bitwise_and, "__or__": bitwise_or, "__xor__": bitwise_xor,
+}.items():
+    setattr(Tensor, _name, operator(_function))
+    setattr(Tensor, "__r" + _name[2:], operator(swapped(_function)))
+    _plain = "div" if "div" in _name and "floor" not in _name else _name.strip("_")
+    setattr(Tensor, "__i" + _name[2:], in_place(_function, _plain + "_"))
+for _name, _function in {
+    "__eq__": eq, "__ne__": ne, "__lt__": lt, "__le__": le, "__gt__": gt, "__ge__": ge,
+}.items():
+    setattr(Tensor, _name, operator(_function))
+
+for _name, _value in {
+    "__neg__": neg, "__pos__": lambda self: self, "__abs__": _abs, "__invert__": bitwise_not,
+    "__getitem__": getitem, "__setitem__": setitem, "fill_": fill_, "copy_": copy_,
+    "zero_": lambda self: fill_(self, 0), "uniform_": drawn(draw_uniform, "uniform_"),
+    "normal_": drawn(draw_normal, "normal_"),
+    "expand_as": lambda self, other: expand(self, other.shape),
+    "view_as": lambda self, other: view(self, other.shape),
+    "type_as": lambda self, other: self.to(other.dtype),
+    "new_zeros": lambda self, *size: zeros(*size, dtype=self.dtype),
+    "new_ones": lambda self, *size: ones(*size, dtype=self.dtype),
+    "new_tensor": lambda self, data: tensor(data, dtype=self.dtype),
+    "T": property(lambda self: _permute(self, axes=tuple(reversed(range(self.ndim))))),
+    "mT": property(lambda self: transpose(self, -1, -2)),
+    "t": lambda self: transpose(self, 0, 1) if self.ndim > 1 else self,
+    "astype": lambda self, dtype: self.to(dtype),
+    **{name: functools.partialmethod(Tensor.to, dtype=dtype) for name, dtype in {
+        "float": float32, "double": float64, "half": float16, "int": int32, "long": int64,
+        "short": int16, "bool": np.dtype(bool)}.items()},
+}.items():
+    setattr(Tensor, _name, _value)
+
+
+# =================================================================================================
+# 3 Functional
+# =================================================================================================
+#
+# Layers as functions of their input and parameters: minidist.nn.functional, `F` for short.
+
+# -- activations -----------------------------------------------------------------------------------
+
+
+@op(x=lambda g, out: g * (out > 0))  # at 0 the slope is 0
+def relu(x):
+    return np.clip(x, 0, None)  # three times faster than np.maximum(x, 0)
+
+
+@op(x=lambda g, x, slope: g * np.where(x > 0, 1, slope).astype(g.dtype))
+def _leaky_relu(x, *, slope):
+    return np.where(x > 0, x, x * slope)
+
+
+@op(x=lambda g, x, alpha: g * np.where(x > 0, 1, alpha * np.exp(np.minimum(x, 0))))
+def _elu(x, *, alpha):
+    return np.where(x > 0, x, alpha * np.expm1(np.minimum(x, 0)))
+
+
+@op(x=lambda g, x: g * sigmoid(x))
+def _softplus(x):
+    return np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))  # never overflows
+
+
+def leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
+    return _leaky_relu(input, slope=negative_slope)
+
+
+def elu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
+    return _elu(input, alpha=alpha)
+
+
+def softplus(input: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
+    """log(1 + exp(beta x)) / beta, and x itself where that is the same to the last digit."""
+    smooth = _softplus(input * beta) / beta
+    return where(input * beta > threshold, input, smooth)
+
+
+def silu(input: Tensor, inplace: bool = False) -> Tensor:
+    return input * sigmoid(input)
+
+
+def logsigmoid(input: Tensor) -> Tensor:
+    return -_softplus(-input)
+
+
+def gelu(input: Tensor, approximate: str = "none") -> Tensor:
+    """x times the probability that a standard normal number is below x (Hendrycks and Gimpel,
+    2016); approximate="tanh" is the form that GPT-2 was trained with."""
+    if approximate == "tanh":
+        inner = input * (1 + input * input * 0.044715) * math.sqrt(2 / math.pi)
+        return input * (tanh(inner) + 1) * 0.5
+    return input * (erf(input * math.sqrt(0.5)) + 1) * 0.5
+
+
+# -- linear and convolution ------------------------------------------------------------------------
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """input (..., in) @ weight (out, in) transposed + bias (out)."""
+    if input.shape[-1] != weight.shape[1]:
+        raise RuntimeError(f"linear takes {weight.shape[1]} features in the last dimension, the "
+                           f"input has shape {tuple(input.shape)}")
+    out = matmul(input, weight.T)
+    return out if bias is None else out + bias
+
+
+def numbers(value: Any, n: int) -> tuple[int, ...]:
+    """One number for all dimensions, or one for each."""
+    return (int(value),) * n if isinstance(value, (int, np.integer)) else tuple(value)
+
+
+def padded(x: Tensor, padding: Sequence[int], value: float = 0.0) -> Tensor:
+    if not any(padding):
+        return x
+    return _pad(x, widths=((0, 0),) * (x.ndim - len(padding)) + tuple((p, p) for p in padding),
+                value=value)
+
+
+# Convolution is a product: every window of the input as a row, times the kernels as columns. Its
+# two derivatives are products as well, with the windows, and folded back from them. The rows
+# (im2col) are made anew in backward instead of being saved: they are kernel-size times the input.
+
+
+def rows_of(x: Any, kernel: Any, stride: Any, dilation: Any, groups: int) -> Any:
+    """Windows as rows (groups, batch * places, channels / groups * kernel)."""
+    view = windows(x, kernel=kernel, stride=stride, dilation=dilation)
+    n = len(kernel)
+    batch, channels = x.shape[:2]
+    places = view.shape[2 : 2 + n]
+    view = np.reshape(view, (batch, groups, channels // groups, *places, *kernel))
+    order = (1, 0, *range(3, 3 + n), 2, *range(3 + n, 3 + 2 * n))
+    return np.reshape(np.transpose(view, order),
+                      (groups, batch * math.prod(places), channels // groups * math.prod(kernel)))
+
+
+def channels_last(g: Any, groups: int) -> Any:
+    """(batch, channels, *places) -> (groups, batch * places, channels / groups)."""
+    batch, channels, *places = g.shape
+    g = np.reshape(g, (batch, groups, channels // groups, math.prod(places)))
+    g = np.transpose(g, (1, 0, 3, 2))
+    return np.reshape(g, (groups, batch * math.prod(places), channels // groups))
+
+
+def channels_first(rows: Any, batch: int, places: Sequence[int]) -> Any:
+    """The inverse of channels_last."""
+    groups, _, width = rows.shape
+    rows = np.reshape(rows, (groups, batch, math.prod(places), width))
+    return np.reshape(np.transpose(rows, (1, 0, 3, 2)), (batch, groups * width, *places))
+
+
+def by_group(w: Any, groups: int) -> Any:
+    """Kernels (out, in / groups, *kernel) -> (groups, out / groups, in / groups * kernel)."""
+    return np.reshape(w, (groups, w.shape[0] // groups, math.prod(w.shape[1:])))
+
+
+def conv_to_input(g: Any, w: Any, x_shape: Any, stride: Any, dilation: Any, groups: int) -> Any:
+    batch, channels, *size = x_shape
+    n, places, kernel = len(size), g.shape[2:], w.shape[2:]
+    rows = channels_last(g, groups) @ by_group(w, groups)
+    rows = np.reshape(rows, (groups, batch, *places, channels // groups, *kernel))
+    order = (1, 0, 2 + n, *range(2, 2 + n), *range(3 + n, 3 + 2 * n))
+    rows = np.reshape(np.transpose(rows, order), (batch, channels, *places, *kernel))
+    return fold(rows, size=tuple(size), stride=stride, dilation=dilation)
+
+
+def conv_to_weight(g: Any, x: Any, w_shape: Any, stride: Any, dilation: Any, groups: int) -> Any:
+    rows = rows_of(x, w_shape[2:], stride, dilation, groups)
+    product = np.swapaxes(channels_last(g, groups), -1, -2) @ rows
+    return np.reshape(product, w_shape)
+
+
+@op(x=conv_to_input, w=conv_to_weight)
+def _conv(x, w, *, stride, dilation, groups):
+    view = windows(x, kernel=w.shape[2:], stride=stride, dilation=dilation)
+    places = view.shape[2 : 2 + len(stride)]
+    rows = rows_of(x, w.shape[2:], stride, dilation, groups)
+    product = rows @ np.swapaxes(by_group(w, groups), -1, -2)
+    return channels_first(product, x.shape[0], places)
+
+
+def convolution(n: int) -> Callable[..., Tensor]:
+    def conv(input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
+             padding: Any = 0, dilation: Any = 1, groups: int = 1) -> Tensor:
+        """Cross-correlation of input (batch, in, *size) with weight (out, in / groups, *kernel).
+
+        The result has floor((size + 2 padding - dilation (kernel - 1) - 1) / stride) + 1 places
+        in each dimension. padding="same" keeps the size at stride 1, "valid" adds none."""
+        if input.ndim == n + 1:  # one image without a batch dimension
+            return conv(input.unsqueeze(0), weight, bias, stride, padding, dilation,
+                        groups).squeeze(0)
+        stride, dilation, kernel = numbers(stride, n), numbers(dilation, n), weight.shape[2:]
+        if input.ndim != n + 2 or input.shape[1] != weight.shape[1] * groups:
+            raise RuntimeError(
+                f"conv{n}d with a weight of shape {tuple(weight.shape)} and groups={groups} takes "
+                f"inputs (batch, {weight.shape[1] * groups}, {n} sizes), this one has shape "
+                f"{tuple(input.shape)}"
+            )
+        if weight.shape[0] % groups:
+            raise RuntimeError(f"{weight.shape[0]} output channels do not divide into {groups} "
+                               "groups")
+        if padding == "same":
+            if any(s != 1 for s in stride):
+                raise RuntimeError("padding='same' needs stride 1")
+            total = [d * (k - 1) for d, k in zip(dilation, kernel)]
+            widths = ((0, 0), (0, 0), *((t // 2, t - t // 2) for t in total))
+            input = _pad(input, widths=widths) if any(total) else input
+        else:
+            input = padded(input, numbers(0 if padding == "valid" else padding, n))
+        span = [d * (k - 1) + 1 for d, k in zip(dilation, kernel)]
+        if any(size < s for size, s in zip(input.shape[2:], span)):
+            raise RuntimeError(f"the kernel spans {tuple(span)}, more than the padded input's "
+                               f"{tuple(input.shape[2:])}")
+        out = _conv(input, weight, stride=stride, dilation=dilation, groups=groups)
+        return out if bias is None else out + bias.reshape(-1, *(1,) * n)
+
+    conv.__name__ = conv.__qualname__ = f"conv{n}d"
+    return conv
+
+
+conv1d, conv2d = convolution(1), convolution(2)
+
+
+# -- pooling ---------------------------------------------------------------------------------------
+
+
+@op(residuals={"index": None}, x=lambda g, x_shape, index, kernel, stride, dilation:
+    fold(unpicked(g, index, kernel), size=x_shape[2:], stride=stride, dilation=dilation))
+def _max_pool(x, *, kernel, stride, dilation):
+    view = windows(x, kernel=kernel, stride=stride, dilation=dilation)
+    flat_view = view.reshape(*view.shape[: -len(kernel)], math.prod(kernel))
+    index = np.argmax(flat_view, axis=-1)
+    return np.take_along_axis(flat_view, index[..., None], -1)[..., 0], index
+
+
+def unpicked(g: Any, index: np.ndarray, kernel: tuple[int, ...]) -> Any:
+    """The gradient of the picked elements, at their places in windows of zeros."""
+    picked = np.arange(math.prod(kernel)) == index[..., None]
+    return np.reshape(np.expand_dims(g, -1) * picked, index.shape + kernel)
+
+
+def pooled(input: Tensor, n: int, kernel: Any, stride: Any, padding: Any, dilation: Any,
+           ceil_mode: bool, fill: float) -> tuple[Tensor, tuple, tuple, tuple]:
+    """The padded input of a pooling layer, with kernel, stride and dilation for each dimension.
+
+    ceil_mode rounds the number of places up, but a window must start inside the input or its
+    left padding."""
+    kernel, dilation, padding = numbers(kernel, n), numbers(dilation, n), numbers(padding, n)
+    stride = kernel if stride is None or stride == () else numbers(stride, n)
+    if any(2 * p > k for p, k in zip(padding, kernel)):
+        raise RuntimeError(f"padding {padding} should be at most half of the kernel {kernel}")
+    widths: list[tuple[int, int]] = []
+    for size, k, s, p, d in zip(input.shape[-n:], kernel, stride, padding, dilation):
+        reach = size + 2 * p - d * (k - 1) - 1
+        if reach < 0:
+            raise RuntimeError(f"a pooling window of {k} does not fit into an input of size {size}")
+        places = reach // s + 1
+        if ceil_mode and reach % s and places * s < size + p:
+            places += 1
+        widths.append((p, max(p, (places - 1) * s + d * (k - 1) + 1 - size - p)))
+    if any(a or b for a, b in widths):
+        input = _pad(input, widths=((0, 0),) * (input.ndim - n) + tuple(widths), value=fill)
+    return input, kernel, stride, dilation
+
+
+def max_pooling(n: int) -> Callable[..., Any]:
+    def pool(input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0,
+             dilation: Any = 1, ceil_mode: bool = False) -> Any:
+        """The largest element of each window; padding never wins."""
+        if input.ndim == n + 1:
+            return pool(input.unsqueeze(0), kernel_size, stride, padding, dilation,
+                        ceil_mode).squeeze(0)
+        x, kernel, stride, dilation = pooled(input, n, kernel_size, stride, padding, dilation,
+                                             ceil_mode, -math.inf)
+        return _max_pool(x, kernel=kernel, stride=stride, dilation=dilation)
+
+    pool.__name__ = pool.__qualname__ = f"max_pool{n}d"
+    return pool
+
+
+max_pool1d, max_pool2d = max_pooling(1), max_pooling(2)
+
+
+# -- normalisation, dropout, embedding -------------------------------------------------------------
+
+
+@op(residuals={"mean": lambda x, axes: np.mean(x, axis=axes, keepdims=True),
+               "scale": lambda x, axes, eps: inverse_std(x, axes, eps)},
+    x=lambda g, x, mean, scale, axes: standardize_to_x(g, (x - mean) * scale, scale, axes))
+def _standardize(x, *, axes, eps):
+    """(x - mean) / sqrt(variance + eps) over the axes."""
+    mean = np.mean(x, axis=axes, keepdims=True)
+    scale = inverse_std(x, axes, eps)
+    return (x - mean) * scale, mean, scale
+
+
+def inverse_std(x: Any, axes: tuple[int, ...], eps: float) -> Any:
+    distance = x - np.mean(x, axis=axes, keepdims=True)  # two passes: E[x^2] - E[x]^2 cancels
+    return rsqrt(np.mean(distance * distance, axis=axes, keepdims=True) + eps)
+
+
+def standardize_to_x(g: Any, out: Any, scale: Any, axes: tuple[int, ...]) -> Any:
+    """Mean and scale follow x: what they take away of the gradient."""
+    along_ones = np.mean(g, axis=axes, keepdims=True)
+    along_out = np.mean(g * out, axis=axes, keepdims=True)
+    return scale * (g - along_ones - out * along_out)
+
+
+def batch_norm(input: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
+               weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False,
+               momentum: float = 0.1, eps: float = 1e-5) -> Tensor:
+    """Normalise each channel of input (batch, channels, ...) over everything else.
+
+    In training by the batch's own mean and (biased) variance, while the running statistics
+    follow the mean and the unbiased variance; else by the running statistics (Ioffe and
+    Szegedy, 2015)."""
+    axes = (0, *range(2, input.ndim))
+    shape = (1, -1, *(1,) * (input.ndim - 2))
+    if training or running_mean is None:
+        n = count(input.shape, axes)
+        if n == 1:
+            raise ValueError(f"batch norm in training needs more than one value a channel, the "
+                             f"input has shape {tuple(input.shape)}: use a larger batch or eval()")
+        out = _standardize(input, axes=axes, eps=eps) if n else input
+        if running_mean is not None and running_var is not None and n:
+            mean = input._array.mean(axes)
+            variance = input._array.var(axes, ddof=1)
+            for running, value in ((running_mean, mean), (running_var, variance)):
+                running._array += (value - running._array) * momentum
+                touch(running, "batch norm")
+    else:
+        scale = rsqrt(running_var + eps)
+        out = (input - running_mean.reshape(shape)) * scale.reshape(shape)
+    if weight is not None:
+        out = out * weight.reshape(shape)
+    return out if bias is None else out + bias.reshape(shape)
+
+
+def layer_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
+               bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """Normalise over the last dimensions, which have the given shape (Ba et al., 2016)."""
+    shape = numbers(normalized_shape, 1)
+    if tuple(input.shape[-len(shape):]) != shape:
+        raise RuntimeError(f"layer_norm over {shape} got an input of shape {tuple(input.shape)}")
+    out = _standardize(input, axes=tuple(range(input.ndim - len(shape), input.ndim)), eps=eps)
+    out = out if weight is None else out * weight
+    return out if bias is None else out + bias
+
+
+def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Zero each element with probability p and scale the others by 1 / (1 - p), in training."""
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout probability must be between 0 and 1, not {p}")
+    if not training or p == 0:
+        return input
+    if p == 1:
+        return input * 0
+    mask = rng().random(input.shape, np.float32) >= p  # drawn outside the op: rules are pure
+    return input * wrap(mask * input.dtype.type(1 / (1 - p)))
+
+
+def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+    """Rows of weight (words, width) by index. The padding row gets no gradient."""
+    if input.dtype.kind not in "iu":
+        raise TypeError(f"embedding takes integer indices, not {input.dtype}")
+    indices = input._array
+    if indices.size and not (0 <= indices.min() and indices.max() < weight.shape[0]):
+        raise IndexError(f"embedding indices run from {indices.min()} to {indices.max()}, the "
+                         f"table has rows 0 to {weight.shape[0] - 1}")
+    rows = weight[input]
+    if padding_idx is None:
+        return rows
+    padding = (indices == padding_idx % weight.shape[0])[..., None]
+    return where(padding, rows.detach(), rows)
+
+
+def one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
+    classes = int(input._array.max()) + 1 if num_classes < 0 else num_classes
+    return wrap((input._array[..., None] == np.arange(classes)).astype(np.int64))
+
+
+def pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float = 0.0) -> Tensor:
+    """Widen the last dimensions by constants: pad = (left, right, top, bottom, ...)."""
+    if mode != "constant":
+        raise ValueError(f"pad mode {mode!r} is not available: 'constant' is")
+    pairs = list(zip(pad[::2], pad[1::2]))[::-1]
+    pairs = [(0, 0)] * (input.ndim - len(pairs)) + pairs
+    for dim, (left, right) in enumerate(pairs):  # negative widths cut away
+        if left < 0 or right < 0:
+            start = max(-left, 0)
+            input = narrow(input, dim, start, input.shape[dim] - start - max(-right, 0))
+    return _pad(input, widths=tuple((max(a, 0), max(b, 0)) for a, b in pairs), value=value or 0.0)
+
+
+# -- losses ----------------------------------------------------------------------------------------
+
+
+def reduced(loss: Tensor, reduction: str) -> Tensor:
+    if reduction == "mean":
+        return loss.mean()
+    if reduction == "sum":
+        return loss.sum()
+    if reduction == "none":
+        return loss
+    raise ValueError(f"reduction must be 'mean', 'sum' or 'none', not {reduction!r}")
+
+
+def same_shape(name: str, input: Tensor, target: Tensor) -> None:
+    """A prediction (n, 1) beside a target (n,) would broadcast to (n, n), and train, wrongly."""
+    if input.shape != target.shape:
+        raise ValueError(
+            f"{name} compares element by element, but the input has shape {tuple(input.shape)} "
+            f"and the target {tuple(target.shape)}: reshape one of them, for example with "
+            ".view_as() or .unsqueeze(1)"
+        )
+
+
+def elementwise_loss(name: str, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def function(input: Tensor, target: Tensor, *args: Any, reduction: str = "mean",
+                 **options: Any) -> Tensor:
+        same_shape(name, input, target)
+        return reduced(loss(input, target, *args, **options), reduction)
+
+    function.__name__ = function.__qualname__ = name
+    return function
+
+
+mse_loss = elementwise_loss("mse_loss", lambda x, y: square(x - y))
+l1_loss = elementwise_loss("l1_loss", lambda x, y: _abs(x - y))
+
+
+def nll_loss(input: Tensor, target: Tensor, weight: Tensor | None = None,
+             ignore_index: int = -100, reduction: str = "mean") -> Tensor:
+    """The negative log-probability of the target classes; input (batch, classes, ...)."""
+    if input.ndim == 1:
+        input, target = input.unsqueeze(0), target.unsqueeze(0)
+        loss = nll_loss(input, target, weight, ignore_index, reduction)
+        return loss.squeeze(0) if reduction == "none" else loss
+    classes = input.shape[1]
+    if target.shape != (input.shape[0], *input.shape[2:]):
+        raise ValueError(f"class targets for an input of shape {tuple(input.shape)} have shape "
+                         f"{(input.shape[0], *input.shape[2:])}, not {tuple(target.shape)}")
+    index = target._array
+    ignored = index == ignore_index
+    if target.dtype.kind not in "iu" or (((index < 0) | (index >= classes)) & ~ignored).any():
+        raise IndexError(f"class targets are integers from 0 to {classes - 1} (or ignore_index "
+                         f"{ignore_index}): found {target.dtype} from {index.min()} to "
+                         f"{index.max()}")
+    safe = np.where(ignored, 0, index)
+    weights = (~ignored).astype(input.dtype)
+    if weight is not None:
+        weights = weights * weight._array[safe].astype(input.dtype)
+    picked = gather(input, 1, wrap(np.expand_dims(safe, 1))).squeeze(1)
+    losses = -where(ignored, 0.0, picked) * wrap(weights)
+    if reduction == "mean":  # of the picked weights, not of the batch
+        return losses.sum() / wrap(weights.sum())
+    return reduced(losses, reduction)
+
+
+def cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None = None,
+                  ignore_index: int = -100, reduction: str = "mean",
+                  label_smoothing: float = 0.0) -> Tensor:
+    """The cross entropy between softmax(input) and the target: class indices (batch, ...), or
+    probabilities of input's shape (batch, classes, ...).
+
+    Label smoothing mixes the target with the uniform distribution: (1 - s) target + s / classes
+    (Szegedy et al., 2016)."""
+    axis = 0 if input.ndim == 1 else 1
+    classes = input.shape[axis]
+    logs = _log_softmax(input, dim=axis)
+    weights = ones(classes, dtype=input.dtype) if weight is None else weight
+    shape = (-1, *(1,) * (input.ndim - axis - 1))
+    if target.dtype.kind == "f":
+        same_shape("cross_entropy with probabilities", input, target)
+        smooth = target * (1 - label_smoothing) + label_smoothing / classes
+        losses = -(logs * smooth * weights.reshape(shape)).sum(axis)
+        if reduction == "mean":
+            return losses.sum() / max(losses.numel(), 1)
+        return reduced(losses, reduction)
+    exact = nll_loss(logs, target, weight, ignore_index, reduction)
+    if not label_smoothing:
+        return exact
+    keep = wrap((target._array != ignore_index).astype(input.dtype))
+    spread_out = -(logs * weights.reshape(shape)).sum(axis) * keep
+    if reduction == "mean":
+        picked = weights._array[np.where(keep._array != 0, target._array, 0)] * keep._array
+        spread_out = spread_out.sum() / wrap(picked.sum())
+    else:
+        spread_out = reduced(spread_out, reduction)
+    return exact * (1 - label_smoothing) + spread_out * (label_smoothing / classes)
+
+
+def binary_cross_entropy_with_logits(input: Tensor, target: Tensor, weight: Tensor | None = None,
+                                     reduction: str = "mean",
+                                     pos_weight: Tensor | None = None) -> Tensor:
+    same_shape("binary_cross_entropy_with_logits", input, target)
+    if pos_weight is None:
+        losses = _softplus(input) - input * target
+    else:
+        scale = 1 + (pos_weight - 1) * target
+        losses = input * (1 - target) + scale * _softplus(-input)
+    return reduced(losses if weight is None else losses * weight, reduction)
+
+
+# =================================================================================================
+# 4 Modules
+# =================================================================================================
+
+
+class Parameter(Tensor):
+    """A tensor that a module owns and an optimizer changes."""
+
+    def __init__(self, data: Any = None, requires_grad: bool = True) -> None:
+        data = zeros(0) if data is None else data
+        self._array = to_array(data)
+        self._storage = data._storage if isinstance(data, Tensor) else Storage()
+        self.requires_grad = requires_grad
+
+    def __repr__(self) -> str:
+        return f"Parameter containing:\n{super().__repr__()}"
+
+
+class Buffer(Tensor):
+    """A tensor that belongs to a module's state but is not trained: assign one to register it."""
+
+    def __init__(self, data: Tensor, persistent: bool = True) -> None:
+        self._array, self._storage, self.persistent = data._array, data._storage, persistent
+
+
+class Module:
+    """A part of a model: parameters, buffers and further modules, found by attribute name."""
+
+    training = True
+    _parameters: dict[str, Parameter | None]
+    _buffers: dict[str, Tensor | None]
+    _modules: dict[str, Module | None]
+
+    def __init__(self) -> None:
+        for registry in ("_parameters", "_buffers", "_modules", "_forward_hooks",
+                         "_forward_pre_hooks"):
+            object.__setattr__(self, registry, {})
+        object.__setattr__(self, "_transient", set())  # buffers that state_dict leaves out
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        raise NotImplementedError(f"{type(self).__name__} defines no forward()")
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        for hook in list(self._forward_pre_hooks.values()):
+            replaced = hook(self, args)
+            if replaced is not None:
+                args = replaced if isinstance(replaced, tuple) else (replaced,)
+        result = self.forward(*args, **options)
+        for hook in list(self._forward_hooks.values()):
+            replaced = hook(self, args, result)
+            result = result if replaced is None else replaced
+        return result
+
+    def register_forward_hook(self, hook: Callable) -> Handle:
+        return Handle(self._forward_hooks, hook)
+
+    def register_forward_pre_hook(self, hook: Callable) -> Handle:
+        return Handle(self._forward_pre_hooks, hook)
+
+    # -- registration: attributes that are parameters, buffers or modules ------------------------
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        registries = self.__dict__
+        if "_parameters" not in registries:
+            if isinstance(value, (Parameter, Module, Buffer)):
+                raise AttributeError(
+                    f"{type(self).__name__} assigns {name!r} before super().__init__()"
+                )
+            return object.__setattr__(self, name, value)
+        kind = ("_parameters" if isinstance(value, Parameter) else
+                "_modules" if isinstance(value, Module) else
+                "_buffers" if isinstance(value, Buffer) else None)
+        for registry in ("_parameters", "_modules", "_buffers"):
+            if name in registries[registry]:
+                if kind == registry or value is None or (
+                    registry == "_buffers" and isinstance(value, Tensor)
+                ):
+                    registries[registry][name] = value
+                    return
+                if kind is None and registry != "_buffers":
+                    raise TypeError(f"cannot assign {type(value).__name__} to {name!r}, which is "
+                                    f"registered as a {registry[1:-1]}: assign one, or None")
+                del registries[registry][name]
+        if kind is None:
+            refuse_hidden(type(self).__name__, name, value)
+            return object.__setattr__(self, name, value)
+        registries.pop(name, None)
+        registries[kind][name] = value
+        if kind == "_buffers" and not value.persistent:
+            self._transient.add(name)
+
+    def __getattr__(self, name: str) -> Any:
+        for registry in ("_parameters", "_modules", "_buffers"):
+            found = self.__dict__.get(registry, {})
+            if name in found:
+                return found[name]
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def __delattr__(self, name: str) -> None:
+        for registry in ("_parameters", "_modules", "_buffers"):
+            if name in self.__dict__[registry]:
+                del self.__dict__[registry][name]
+                return
+        object.__delattr__(self, name)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._parameters, *self._modules, *self._buffers]
+
+    def register_parameter(self, name: str, parameter: Parameter | None) -> None:
+        self._parameters[name] = parameter
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        self._buffers[name] = tensor
+        if not persistent:
+            self._transient.add(name)
+
+    def register_module(self, name: str, module: Module | None) -> None:
+        self._modules[name] = module
+
+    add_module = register_module
+
+    # -- walking the tree ------------------------------------------------------------------------
+
+    def named_modules(self, memo: set | None = None, prefix: str = "",
+                      remove_duplicate: bool = True) -> Iterator[tuple[str, Module]]:
+        memo = set() if memo is None else memo
+        if remove_duplicate and self in memo:
+            return
+        memo.add(self)
+        yield prefix, self
+        for name, module in self._modules.items():
+            if module is not None:
+                path = f"{prefix}.{name}" if prefix else name
+                yield from module.named_modules(memo, path, remove_duplicate)
+
+    def _named(self, registry: str, prefix: str, recurse: bool,
+               remove_duplicate: bool) -> Iterator[tuple[str, Any]]:
+        seen: set[int] = set()  # a tensor shared by two modules is one tensor
+        modules = self.named_modules(prefix=prefix, remove_duplicate=remove_duplicate)
+        for path, module in modules if recurse else [(prefix, self)]:
+            for name, tensor in getattr(module, registry).items():
+                if tensor is None or (remove_duplicate and id(tensor) in seen):
+                    continue
+                seen.add(id(tensor))
+                yield f"{path}.{name}" if path else name, tensor
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True,
+                         remove_duplicate: bool = True) -> Iterator[tuple[str, Parameter]]:
+        return self._named("_parameters", prefix, recurse, remove_duplicate)
+
+    def named_buffers(self, prefix: str = "", recurse: bool = True,
+                      remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+        return self._named("_buffers", prefix, recurse, remove_duplicate)
+
+    def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
+        return (p for _, p in self.named_parameters(recurse=recurse))
+
+    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
+        return (b for _, b in self.named_buffers(recurse=recurse))
+
+    def modules(self) -> Iterator[Module]:
+        return (m for _, m in self.named_modules())
+
+    def named_children(self) -> Iterator[tuple[str, Module]]:
+        return ((n, m) for n, m in self._modules.items() if m is not None)
+
+    def children(self) -> Iterator[Module]:
+        return (m for _, m in self.named_children())
+
+    def get_submodule(self, path: str) -> Module:
+        module: Any = self
+        for name in filter(None, path.split(".")):
+            module = module._modules[name]
+        return module
+
+    def apply(self, function: Callable[[Module], None]) -> Module:
+        for child in self.children():
+            child.apply(function)
+        function(self)
+        return self
+
+    def train(self, mode: bool = True) -> Module:
+        for module in self.modules():
+            object.__setattr__(module, "training", mode)
+        return self
+
+    def eval(self) -> Module:
+        return self.train(False)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Module:
+        for parameter in self.parameters():
+            parameter.requires_grad = requires_grad
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self.parameters():
+            clear_grad(parameter, set_to_none)
+
+    def to(self, *args: Any, dtype: Any = None, **options: Any) -> Module:
+        """Cast floating point parameters and buffers to a dtype; the device is always the CPU."""
+        probe = zeros(()).to(*args, dtype=dtype, **options)
+        if dtype is None and probe.dtype == float32 and not any(
+            isinstance(a, (np.dtype, type, Tensor)) for a in args
+        ):
+            return self
+        for _, tensor in itertools.chain(self.named_parameters(), self.named_buffers()):
+            if tensor.dtype.kind == "f":
+                tensor.data = tensor.detach().to(probe.dtype)
+                tensor.grad = None if tensor.grad is None else tensor.grad.to(probe.dtype)
+        return self
+
+    def float(self) -> Module:
+        return self.to(float32)
+
+    def double(self) -> Module:
+        return self.to(float64)
+
+    def half(self) -> Module:
+        return self.to(float16)
+
+    def cpu(self) -> Module:
+        return self
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def state_dict(self, prefix: str = "") -> OrderedDict[str, Tensor]:
+        """Parameters and buffers by name: tensors outside the graph that share their memory."""
+        state: OrderedDict[str, Tensor] = OrderedDict()
+        for path, module in self.named_modules(remove_duplicate=False):
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None and name not in module._transient:
+                    state[prefix + (f"{path}.{name}" if path else name)] = tensor.detach()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True) -> LoadResult:
+        """Copy values in by name. Under `strict`, names must be the same; shapes always."""
+        own = self.state_dict()
+        missing = [name for name in own if name not in state_dict]
+        unexpected = [name for name in state_dict if name not in own]
+        problems = []
+        if strict and missing:
+            problems.append(f"missing: {', '.join(missing)}")
+        if strict and unexpected:
+            problems.append(f"unexpected: {', '.join(unexpected)}")
+        for name, tensor in own.items():
+            if name in state_dict and np.shape(to_array(state_dict[name])) != tensor.shape:
+                problems.append(f"{name} has shape {tuple(tensor.shape)} in the model and "
+                                f"{np.shape(to_array(state_dict[name]))} in the state")
+        if problems:
+            raise RuntimeError(f"cannot load this state into {type(self).__name__}: "
+                               + "; ".join(problems))
+        with no_grad():
+            for name, tensor in own.items():
+                if name in state_dict:
+                    tensor.copy_(as_tensor(state_dict[name]))
+        return LoadResult(missing, unexpected)
+
+    # -- printing --------------------------------------------------------------------------------
+
+    def extra_repr(self) -> str:
+        return ""
+
+    def __repr__(self) -> str:
+        lines = []
+        for name, module in self._modules.items():
+            lines.append(f"({name}): " + repr(module).replace("\n", "\n  "))
+        name, extra = type(self).__name__, self.extra_repr()
+        if not lines:
+            return f"{name}({extra})"
+        return f"{name}({extra}\n  " + "\n  ".join(lines) + "\n)"
+
+
+class LoadResult(tuple):
+    """What load_state_dict found: (missing_keys, unexpected_keys)."""
+
+    def __new__(cls, missing: list[str], unexpected: list[str]) -> LoadResult:
+        return super().__new__(cls, (missing, unexpected))
+
+    missing_keys = property(lambda self: self[0])
+    unexpected_keys = property(lambda self: self[1])
+
+    def __repr__(self) -> str:
+        return "<All keys matched successfully>" if not any(self) else super().__repr__()
+
+
+def refuse_hidden(owner: str, name: str, value: Any) -> None:
+    """Layers in a plain list or dict would be neither trained nor saved, without a word."""
+    items = value.values() if isinstance(value, dict) else value
+    if isinstance(value, (list, tuple, dict)) and any(
+        isinstance(item, (Module, Parameter)) for item in items
+    ):
+        raise TypeError(
+            f"{owner}.{name} is a {type(value).__name__} of modules or parameters, which would "
+            "not be registered, trained or saved: use nn.ModuleList, nn.ModuleDict or "
+            "nn.ParameterList"
+        )
+
+
+def clear_grad(parameter: Tensor, set_to_none: bool) -> None:
+    if set_to_none:
+        parameter.grad = None
+    elif parameter.grad is not None:
+        parameter.grad = parameter.grad.detach()
+        parameter.grad.zero_()
+
+
+class Sequential(Module):
+    """Modules one after the other, each taking the result of the one before."""
+
+    def __init__(self, *modules: Any) -> None:
+        super().__init__()
+        first = modules[0] if len(modules) == 1 else None
+        named = first.items() if isinstance(first, dict) else enumerate(modules)
+        for name, module in named:
+            self.add_module(str(name), module)
+
+    def forward(self, x: Any) -> Any:
+        for module in self._modules.values():
+            x = module(x)
+        return x
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._modules.values())
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return type(self)(OrderedDict(list(self._modules.items())[index]))
+        return list(self._modules.values())[index]
+
+    def append(self, module: Module) -> Sequential:
+        self.add_module(str(len(self)), module)
+        return self
+
+
+class ModuleList(Module):
+    """A list of modules that are registered."""
+
+    def __init__(self, modules: Iterable[Module] = ()) -> None:
+        super().__init__()
+        self.extend(modules)
+
+    __len__, __iter__ = Sequential.__len__, Sequential.__iter__
+
+    def __getitem__(self, index: Any) -> Any:
+        modules = list(self._modules.values())
+        return ModuleList(modules[index]) if isinstance(index, slice) else modules[index]
+
+    def __setitem__(self, index: int, module: Module) -> None:
+        self._modules[str(range(len(self))[index])] = module
+
+    def append(self, module: Module) -> ModuleList:
+        self.add_module(str(len(self)), module)
+        return self
+
+    def extend(self, modules: Iterable[Module]) -> ModuleList:
+        for module in modules:
+            self.append(module)
+        return self
+
+
+class ModuleDict(Module):
+    """A dict of modules that are registered."""
+
+    def __init__(self, modules: Any = ()) -> None:
+        super().__init__()
+        for name, module in dict(modules).items():
+            self.add_module(name, module)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modules)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._modules[name]
+
+    def __setitem__(self, name: str, module: Module) -> None:
+        self.add_module(name, module)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._modules
+
+    def keys(self) -> Any:
+        return self._modules.keys()
+
+    def values(self) -> Any:
+        return self._modules.values()
+
+    def items(self) -> Any:
+        return self._modules.items()
+
+
+class ParameterList(Module):
+    """A list of parameters that are registered."""
+
+    def __init__(self, parameters: Iterable[Any] = ()) -> None:
+        super().__init__()
+        for parameter in parameters:
+            self.append(parameter)
+
+    def append(self, parameter: Any) -> ParameterList:
+        parameter = parameter if isinstance(parameter, Parameter) else Parameter(parameter)
+        self.register_parameter(str(len(self)), parameter)
+        return self
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._parameters.values())
+
+    def __getitem__(self, index: int) -> Any:
+        return list(self._parameters.values())[index]
+
+
+# -- initial values --------------------------------------------------------------------------------
+
+
+def fans(tensor: Tensor) -> tuple[int, int]:
+    """How many inputs and outputs each unit of a weight (out, in, *kernel) has."""
+    if tensor.ndim < 2:
+        raise ValueError("fan in and fan out need a weight of at least two dimensions, this one "
+                         f"has shape {tuple(tensor.shape)}")
+    places = math.prod(tensor.shape[2:])
+    return tensor.shape[1] * places, tensor.shape[0] * places
+
+
+GAINS = {"linear": 1.0, "sigmoid": 1.0, "tanh": 5 / 3, "relu": math.sqrt(2), "selu": 3 / 4}
+
+
+def calculate_gain(nonlinearity: str, param: float | None = None) -> float:
+    if nonlinearity == "leaky_relu":
+        return math.sqrt(2 / (1 + (0.01 if param is None else param) ** 2))
+    return 1.0 if nonlinearity.startswith("conv") else GAINS[nonlinearity]
+
+
+def uniform_(tensor: Tensor, a: float = 0.0, b: float = 1.0,
+             generator: Generator | None = None) -> Tensor:
+    with no_grad():
+        return tensor.uniform_(a, b, generator=generator)
+
+
+def normal_(tensor: Tensor, mean: float = 0.0, std: float = 1.0,
+            generator: Generator | None = None) -> Tensor:
+    with no_grad():
+        return tensor.normal_(mean, std, generator=generator)
+
+
+def constant_(tensor: Tensor, val: float) -> Tensor:
+    with no_grad():
+        return tensor.fill_(val)
+
+
+def zeros_(tensor: Tensor) -> Tensor:
+    return constant_(tensor, 0.0)
+
+
+def ones_(tensor: Tensor) -> Tensor:
+    return constant_(tensor, 1.0)
+
+
+def xavier_uniform_(tensor: Tensor, gain: float = 1.0) -> Tensor:
+    """Glorot and Bengio, 2010: variance 2 / (fan in + fan out)."""
+    bound = gain * math.sqrt(6 / sum(fans(tensor)))
+    return uniform_(tensor, -bound, bound)
+
+
+def xavier_normal_(tensor: Tensor, gain: float = 1.0) -> Tensor:
+    return normal_(tensor, 0.0, gain * math.sqrt(2 / sum(fans(tensor))))
+
+
+def kaiming_std(tensor: Tensor, a: float, mode: str, nonlinearity: str) -> float:
+    fan = fans(tensor)[0 if mode == "fan_in" else 1]
+    return calculate_gain(nonlinearity, a) / math.sqrt(fan)
+
+
+def kaiming_uniform_(tensor: Tensor, a: float = 0, mode: str = "fan_in",
+                     nonlinearity: str = "leaky_relu") -> Tensor:
+    """He et al., 2015: variance gain^2 / fan."""
+    bound = math.sqrt(3) * kaiming_std(tensor, a, mode, nonlinearity)
+    return uniform_(tensor, -bound, bound)
+
+
+def kaiming_normal_(tensor: Tensor, a: float = 0, mode: str = "fan_in",
+                    nonlinearity: str = "leaky_relu") -> Tensor:
+    return normal_(tensor, 0.0, kaiming_std(tensor, a, mode, nonlinearity))
+
+
+def trunc_normal_(tensor: Tensor, mean: float = 0.0, std: float = 1.0, a: float = -2.0,
+                  b: float = 2.0) -> Tensor:
+    """Normal numbers between a and b: those outside are drawn again."""
+    array = rng().normal(mean, std, tensor.shape)
+    while (outside := (array < a) | (array > b)).any():
+        array[outside] = rng().normal(mean, std, int(outside.sum()))
+    with no_grad():
+        return tensor.copy_(wrap(array))
+
+
+# -- layers ----------------------------------------------------------------------------------------
+
+
+def uniform_parameter(*shape: int, fan: int) -> Parameter:
+    """PyTorch's initial values for linear and convolution layers: uniform within
+    1 / sqrt(fan in)."""
+    bound = 1 / math.sqrt(fan) if fan else 0.0
+    return Parameter(uniform_(zeros(shape), -bound, bound))
+
+
+class Linear(Module):
+    """x @ weight.T + bias, for x (..., in_features)."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = uniform_parameter(out_features, in_features, fan=in_features)
+        self.bias = uniform_parameter(out_features, fan=in_features) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return (f"in_features={self.in_features}, out_features={self.out_features}, "
+                f"bias={self.bias is not None}")
+
+
+class _Conv(Module):
+    n: int
+    function: Callable
+
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1,
+                 padding: Any = 0, dilation: Any = 1, groups: int = 1, bias: bool = True) -> None:
+        super().__init__()
+        if in_channels % groups or out_channels % groups:
+            raise ValueError(f"groups={groups} must divide the {in_channels} input and "
+                             f"{out_channels} output channels")
+        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
+        self.kernel_size = numbers(kernel_size, self.n)
+        self.stride, self.dilation = numbers(stride, self.n), numbers(dilation, self.n)
+        self.padding = padding if isinstance(padding, str) else numbers(padding, self.n)
+        fan = in_channels // groups * math.prod(self.kernel_size)
+        self.weight = uniform_parameter(out_channels, in_channels // groups, *self.kernel_size,
+                                        fan=fan)
+        self.bias = uniform_parameter(out_channels, fan=fan) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return type(self).function(x, self.weight, self.bias, self.stride, self.padding,
+                                   self.dilation, self.groups)
+
+    def extra_repr(self) -> str:
+        text = (f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, "
+                f"stride={self.stride}")
+        ones, zeros = (1,) * self.n, (0,) * self.n
+        text += f", padding={self.padding}" if self.padding != zeros else ""
+        text += f", dilation={self.dilation}" if self.dilation != ones else ""
+        text += f", groups={self.groups}" if self.groups != 1 else ""
+        return text + (", bias=False" if self.bias is None else "")
+
+
+class Conv1d(_Conv):
+    n, function = 1, staticmethod(conv1d)
+
+
+class Conv2d(_Conv):
+    n, function = 2, staticmethod(conv2d)
+
+
+class _MaxPool(Module):
+    function: Callable
+
+    def __init__(self, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1,
+                 ceil_mode: bool = False) -> None:
+        super().__init__()
+        self.kernel_size, self.stride = kernel_size, kernel_size if stride is None else stride
+        self.padding, self.dilation, self.ceil_mode = padding, dilation, ceil_mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        return type(self).function(x, self.kernel_size, self.stride, self.padding, self.dilation,
+                                   self.ceil_mode)
+
+    def extra_repr(self) -> str:
+        return (f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}, "
+                f"dilation={self.dilation}, ceil_mode={self.ceil_mode}")
+
+
+class MaxPool1d(_MaxPool):
+    function = staticmethod(max_pool1d)
+
+
+class MaxPool2d(_MaxPool):
+    function = staticmethod(max_pool2d)
+
+
+class _BatchNorm(Module):
+    dims: tuple[int, ...]
+
+    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1,
+                 affine: bool = True, track_running_stats: bool = True) -> None:
+        super().__init__()
+        self.num_features, self.eps, self.momentum = num_features, eps, momentum
+        self.affine, self.track_running_stats = affine, track_running_stats
+        self.weight = Parameter(ones(num_features)) if affine else None
+        self.bias = Parameter(zeros(num_features)) if affine else None
+        track = track_running_stats
+        self.register_buffer("running_mean", zeros(num_features) if track else None)
+        self.register_buffer("running_var", ones(num_features) if track else None)
+        self.register_buffer("num_batches_tracked", tensor(0) if track else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim not in self.dims or x.shape[1] != self.num_features:
+            raise ValueError(f"{type(self).__name__}({self.num_features}) takes inputs of "
+                             f"{' or '.join(map(str, self.dims))} dimensions with "
+                             f"{self.num_features} channels second, not shape {tuple(x.shape)}")
+        momentum = self.momentum
+        if self.training and self.track_running_stats and x.numel():
+            self.num_batches_tracked += 1
+            if momentum is None:  # the plain average over all batches
+                momentum = 1 / self.num_batches_tracked.item()
+        return batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias,
+                          self.training or not self.track_running_stats, momentum or 0.0, self.eps)
+
+    def extra_repr(self) -> str:
+        return (f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, "
+                f"affine={self.affine}, track_running_stats={self.track_running_stats}")
+
+
+class BatchNorm1d(_BatchNorm):
+    dims = (2, 3)
+
+
+class BatchNorm2d(_BatchNorm):
+    dims = (4,)
+
+
+class LayerNorm(Module):
+    def __init__(self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True,
+                 bias: bool = True) -> None:
+        super().__init__()
+        self.normalized_shape, self.eps = numbers(normalized_shape, 1), eps
+        self.elementwise_affine = elementwise_affine
+        shape = self.normalized_shape
+        self.weight = Parameter(ones(shape)) if elementwise_affine else None
+        self.bias = Parameter(zeros(shape)) if elementwise_affine and bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return (f"{self.normalized_shape}, eps={self.eps}, "
+                f"elementwise_affine={self.elementwise_affine}")
+
+
+class Embedding(Module):
+    def __init__(self, num_embeddings: int, embedding_dim: int,
+                 padding_idx: int | None = None) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx = padding_idx
+        self.weight = Parameter(randn(num_embeddings, embedding_dim))
+        if padding_idx is not None:
+            self.weight._array[padding_idx] = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return embedding(x, self.weight, self.padding_idx)
+
+    def extra_repr(self) -> str:
+        text = f"{self.num_embeddings}, {self.embedding_dim}"
+        return text if self.padding_idx is None else f"{text}, padding_idx={self.padding_idx}"
+
+
+class Dropout(Module):
+    def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
+        super().__init__()
+        if not 0 <= p <= 1:
+            raise ValueError(f"dropout probability must be between 0 and 1, not {p}")
+        self.p, self.inplace = p, inplace
+
+    def forward(self, x: Tensor) -> Tensor:
+        return dropout(x, self.p, self.training)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, inplace={self.inplace}"
+
+
+class Identity(Module):
+    def __init__(self, *ignored: Any, **also_ignored: Any) -> None:
+        super().__init__()
+
+    def forward(self, x: Any) -> Any:
+        return x
+
+
+class Flatten(Module):
+    def __init__(self, start_dim: int = 1, end_dim: int = -1) -> None:
+        super().__init__()
+        self.start_dim, self.end_dim = start_dim, end_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return flatten(x, self.start_dim, self.end_dim)
+
+    def extra_repr(self) -> str:
+        return f"start_dim={self.start_dim}, end_dim={self.end_dim}"
+
+
+def layer(name: str, function: Callable, **defaults: Any) -> type[Module]:
+    """A module without parameters that calls a function of the input with its arguments."""
+
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        Module.__init__(self)
+        unknown = [key for key in options if key not in defaults]
+        if len(args) > len(defaults) or unknown:
+            raise TypeError(f"{name} takes {list(defaults)}, not {unknown or args}")
+        self.arguments = {**defaults, **dict(zip(defaults, args)), **options}
+        for key, value in self.arguments.items():
+            setattr(self, key, value)
+
+    def forward(self: Any, *inputs: Any) -> Tensor:
+        return function(*inputs, **self.arguments)
+
+    def extra_repr(self: Any) -> str:
+        changed = {k: v for k, v in self.arguments.items() if v is not None and v is not False}
+        return ", ".join(f"{k}={v!r}" for k, v in changed.items())
+
+    return type(name, (Module,), {"__init__": __init__, "forward": forward,
+                                  "extra_repr": extra_repr, "__module__": __name__})
+
+
+def activation(function: Callable) -> Callable:
+    """relu(x, inplace=True), where a function by itself only makes new tensors."""
+
+    def call(x: Tensor, inplace: bool = False, **options: Any) -> Tensor:
+        return in_place(function, function.__name__ + "_")(x, **options) if inplace else \
+            function(x, **options)
+
+    return call
+
+
+ReLU = layer("ReLU", activation(relu), inplace=False)
+Tanh, Sigmoid = layer("Tanh", tanh), layer("Sigmoid", sigmoid)
+GELU = layer("GELU", gelu, approximate="none")
+SiLU = layer("SiLU", activation(silu), inplace=False)
+LeakyReLU = layer("LeakyReLU", activation(leaky_relu), negative_slope=0.01, inplace=False)
+ELU = layer("ELU", activation(elu), alpha=1.0, inplace=False)
+Softplus = layer("Softplus", softplus, beta=1.0, threshold=20.0)
+LogSigmoid = layer("LogSigmoid", logsigmoid)
+Softmax, LogSoftmax = (layer(n, f, dim=-1) for n, f in
+                       (("Softmax", softmax), ("LogSoftmax", log_softmax)))
+MSELoss = layer("MSELoss", mse_loss, reduction="mean")
+L1Loss = layer("L1Loss", l1_loss, reduction="mean")
+NLLLoss = layer("NLLLoss", nll_loss, weight=None, ignore_index=-100, reduction="mean")
+CrossEntropyLoss = layer("CrossEntropyLoss", cross_entropy, weight=None, ignore_index=-100,
+                         reduction="mean", label_smoothing=0.0)
+BCEWithLogitsLoss = layer("BCEWithLogitsLoss", binary_cross_entropy_with_logits, weight=None,
+                          reduction="mean", pos_weight=None)
+
+
+# =================================================================================================
+# 5 Optimizers
+# =================================================================================================
+
+
+class Optimizer:
+    """Changes parameters by their gradients.
+
+    `params` is an iterable of parameters, or of groups: dicts with "params" and options that
+    differ from the defaults. A subclass gives `update`, the rule for one parameter."""
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+        for name in ("lr", "eps", "weight_decay", "momentum"):
+            if not to_array(defaults.get(name) or 0.0) >= 0:
+                raise ValueError(f"{name} must not be negative, found {defaults[name]}")
+        for beta in defaults.get("betas", ()):
+            if not 0 <= beta < 1:
+                raise ValueError(f"betas must lie in [0, 1), found {defaults['betas']}")
+        self.defaults = defaults
+        self.state: dict[Tensor, dict[str, Any]] = {}
+        self.param_groups: list[dict[str, Any]] = []
+        params = [params] if isinstance(params, Tensor) else list(params)
+        if not params:
+            raise ValueError("the optimizer got no parameters: were the layers registered?")
+        for group in params if isinstance(params[0], dict) else [{"params": params}]:
+            self.add_param_group(group)
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        params = group["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
+        params = [p[1] if isinstance(p, tuple) else p for p in params]  # from named_parameters()
+        known = {p for g in self.param_groups for p in g["params"]}
+        for p in params:
+            if not isinstance(p, Tensor) or not p.is_leaf:
+                raise TypeError("optimizers change leaf tensors, not results of computations or "
+                                f"{type(p).__name__}")
+            if p in known:
+                raise ValueError("a parameter appears in more than one group")
+            known.add(p)
+        self.param_groups.append({**self.defaults, **group, "params": params})
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                clear_grad(p, set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient. A parameter whose gradient is None is left
+        alone altogether: no decay, no momentum."""
+        loss = None
+        if closure is not None:
+            with enable_grad():
+                loss = closure()
+        with no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        g = p.grad._array
+                        if group.get("maximize"):
+                            g = -g
+                        self.update(p._array, g, self.state.setdefault(p, {}), group)
+                        touch(p, f"{type(self).__name__}.step")
+        return loss
+
+    def update(self, p: np.ndarray, g: np.ndarray, state: dict, group: dict) -> None:
+        """Change the array p in place by its gradient g; `state` is kept between steps."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """State by the number of the parameter, and the options of the groups."""
+        number = {p: i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
+        groups = [{**g, "params": [number[p] for p in g["params"]]} for g in self.param_groups]
+        state = {number[p]: {k: wrap(v) if isinstance(v, np.ndarray) else v for k, v in s.items()}
+                 for p, s in self.state.items()}
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        groups = state_dict["param_groups"]
+        found = [len(g["params"]) for g in groups]
+        own = [len(g["params"]) for g in self.param_groups]
+        if found != own:
+            raise ValueError(f"the state has parameter groups of sizes {found}, the optimizer "
+                             f"of {own}")
+        params = [p for g in self.param_groups for p in g["params"]]
+        for group, saved in zip(self.param_groups, groups):
+            group.update({k: v for k, v in saved.items() if k != "params"})
+        self.state = {}
+        for number, entries in state_dict["state"].items():
+            p = params[int(number)]
+            self.state[p] = {
+                k: to_array(v).astype(p.dtype if to_array(v).ndim else to_array(v).dtype, copy=True)
+                if isinstance(v, (Tensor, np.ndarray)) else v
+                for k, v in entries.items()
+            }
+
+    def __repr__(self) -> str:
+        options = {k: v for g in self.param_groups for k, v in g.items() if k != "params"}
+        return f"{type(self).__name__}({', '.join(f'{k}={v}' for k, v in options.items())})"
+
+
+class SGD(Optimizer):
+    """Stochastic gradient descent, with momentum (Polyak) or Nesterov's form of it."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, momentum: float = 0.0,
+                 dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False, *,
+                 maximize: bool = False) -> None:
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError("Nesterov momentum needs momentum > 0 and dampening = 0")
+        super().__init__(params, dict(lr=lr, momentum=momentum, dampening=dampening,
+                                      weight_decay=weight_decay, nesterov=nesterov,
+                                      maximize=maximize))
+
+    def update(self, p: np.ndarray, g: np.ndarray, state: dict, group: dict) -> None:
+        if group["weight_decay"]:
+            g = g + p * group["weight_decay"]
+        if group["momentum"]:
+            if state.get("momentum_buffer") is None:
+                buffer = state["momentum_buffer"] = np.array(g)
+            else:
+                buffer = state["momentum_buffer"]
+                buffer *= group["momentum"]
+                buffer += g if group["dampening"] == 0 else g * (1 - group["dampening"])
+            g = g + buffer * group["momentum"] if group["nesterov"] else buffer
+        p -= g * float(group["lr"])
+
+
+class Adam(Optimizer):
+    """Kingma and Ba, 2015: steps of a size that depends on the gradient's mean over its root
+    mean square, both corrected for their start at zero. `weight_decay` is added to the gradient
+    (L2), unlike AdamW's."""
+
+    decoupled = False
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3,
+                 betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+                 weight_decay: float = 0.0, amsgrad: bool = False, *,
+                 maximize: bool = False, fused: bool | None = None) -> None:
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
+                                      amsgrad=amsgrad, maximize=maximize))
+
+    def update(self, p: np.ndarray, g: np.ndarray, state: dict, group: dict) -> None:
+        lr, (beta1, beta2), decay = float(group["lr"]), group["betas"], group["weight_decay"]
+        if not state:
+            state.update(step=0, exp_avg=np.zeros_like(p), exp_avg_sq=np.zeros_like(p))
+            if group["amsgrad"]:
+                state["max_exp_avg_sq"] = np.zeros_like(p)
+        state["step"] += 1
+        if decay and self.decoupled:
+            p *= 1 - lr * decay
+        elif decay:
+            g = g + p * decay
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        mean += (g - mean) * (1 - beta1)
+        square *= beta2
+        square += g * g * (1 - beta2)
+        if group["amsgrad"]:
+            square = np.maximum(state["max_exp_avg_sq"], square, out=state["max_exp_avg_sq"])
+        root = np.sqrt(square)
+        root /= math.sqrt(1 - beta2 ** state["step"])
+        root += group["eps"]
+        p -= mean / root * (lr / (1 - beta1 ** state["step"]))
+
+
+class AdamW(Adam):
+    """Adam with weight decay apart from the gradient (Loshchilov and Hutter, 2019)."""
+
+    decoupled = True
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3,
+                 betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+                 weight_decay: float = 1e-2, amsgrad: bool = False, **options: Any) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
+
+
+class Adagrad(Optimizer):
+    """Duchi et al., 2011: each element's rate falls with the root of its summed squares."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-2, lr_decay: float = 0.0,
+                 weight_decay: float = 0.0, initial_accumulator_value: float = 0.0,
+                 eps: float = 1e-10, *, maximize: bool = False) -> None:
+        super().__init__(params, dict(lr=lr, lr_decay=lr_decay, weight_decay=weight_decay,
+                                      initial_accumulator_value=initial_accumulator_value,
+                                      eps=eps, maximize=maximize))
+
+    def update(self, p: np.ndarray, g: np.ndarray, state: dict, group: dict) -> None:
+        if not state:
+            state.update(step=0, sum=np.full_like(p, group["initial_accumulator_value"]))
+        state["step"] += 1
+        if group["weight_decay"]:
+            g = g + p * group["weight_decay"]
+        state["sum"] += g * g
+        lr = float(group["lr"]) / (1 + (state["step"] - 1) * group["lr_decay"])
+        p -= g / (np.sqrt(state["sum"]) + group["eps"]) * lr
+
+
+# -- gradients as a whole --------------------------------------------------------------------------
+
+
+def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0,
+                    error_if_nonfinite: bool = False) -> Tensor:
+    """Scale all gradients by one factor, so that their joint norm is at most max_norm; returns
+    the norm before. Computed in float64: the squares of float32 overflow at 1e19."""
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norms = [np.linalg.norm(g._array.astype(np.float64).ravel(), norm_type) for g in grads]
+    total = float(np.linalg.norm(norms, norm_type)) if norms else 0.0
+    if error_if_nonfinite and not math.isfinite(total):
+        raise RuntimeError(f"the norm of the gradients is {total}: clipping would spread it to "
+                           "every parameter. Look for a NaN or an overflow in the loss")
+    scale = max_norm / (total + 1e-6)
+    if not scale >= 1:  # NaN scales too, as in PyTorch
+        for g in grads:
+            g._array *= scale
+            touch(g, "clip_grad_norm_")
+    return tensor(total)
+
+
+def clip_grad_value_(parameters: Any, clip_value: float) -> None:
+    for p in [parameters] if isinstance(parameters, Tensor) else list(parameters):
+        if p.grad is not None:
+            np.clip(p.grad._array, -clip_value, clip_value, out=p.grad._array)
+            touch(p.grad, "clip_grad_value_")
+
+
+def parameters_to_vector(parameters: Iterable[Tensor]) -> Tensor:
+    return cat([p.reshape(-1) for p in parameters])
+
+
+def vector_to_parameters(vector: Tensor, parameters: Iterable[Tensor]) -> None:
+    start = 0
+    for p in parameters:
+        with no_grad():
+            p.copy_(vector[start : start + p.numel()].reshape(p.shape))
+        start += p.numel()
+
+
+# -- learning-rate schedules -----------------------------------------------------------------------
+
+
+class LRScheduler:
+    """Sets the learning rate of every group from the number of steps done.
+
+    A subclass gives `rate(base, step)`, a pure function; the schedule is then the same however
+    the run was cut into pieces."""
+
+    def __init__(self, optimizer: Any, last_epoch: int = -1) -> None:
+        self.optimizer, self.last_epoch = optimizer, last_epoch
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        self.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+        self.step()
+
+    def rate(self, base: float, step: int) -> float:
+        raise NotImplementedError
+
+    def step(self) -> None:
+        self.last_epoch += 1
+        for group, base in zip(self.optimizer.param_groups, self.base_lrs):
+            group["lr"] = self.rate(base, self.last_epoch)
+
+    def get_last_lr(self) -> list[float]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items()
+                if k != "optimizer" and not callable(v)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.__dict__.update(state_dict)
+
+
+class StepLR(LRScheduler):
+    def __init__(self, optimizer: Any, step_size: int, gamma: float = 0.1,
+                 last_epoch: int = -1) -> None:
+        self.step_size, self.gamma = step_size, gamma
+        super().__init__(optimizer, last_epoch)
+
+    def rate(self, base: float, step: int) -> float:
+        return base * self.gamma ** (step // self.step_size)
+
+
+class CosineAnnealingLR(LRScheduler):
+    """Half a cosine from the base rate to eta_min in T_max steps (Loshchilov and Hutter, 2017)."""
+
+    def __init__(self, optimizer: Any, T_max: int, eta_min: float = 0.0,  # noqa: N803
+                 last_epoch: int = -1) -> None:
+        self.T_max, self.eta_min = T_max, eta_min
+        super().__init__(optimizer, last_epoch)
+
+    def rate(self, base: float, step: int) -> float:
+        cosine = math.cos(math.pi * step / self.T_max)
+        return self.eta_min + (base - self.eta_min) * (1 + cosine) / 2
+
+
+# =================================================================================================
+# 6 Data
+# =================================================================================================
+
+
+class Dataset:
+    """Anything with __len__ and __getitem__."""
+
+    def __getitem__(self, index: int) -> Any:
+        raise NotImplementedError(f"{type(self).__name__} defines no __getitem__")
+
+    def __len__(self) -> int:
+        raise NotImplementedError(f"{type(self).__name__} defines no __len__")
+
+
+class TensorDataset(Dataset):
+    """Tensors with one row per sample; a sample is the tuple of their rows."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        lengths = [len(t) for t in tensors]
+        if len(set(lengths)) > 1:
+            raise ValueError(f"the tensors have {lengths} rows: one per sample means equal numbers")
+        self.tensors = tensors
+
+    def __getitem__(self, index: Any) -> tuple[Tensor, ...]:
+        return tuple(t[index] for t in self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+
+class Subset(Dataset):
+    """The samples of a dataset at the given indices."""
+
+    def __init__(self, dataset: Any, indices: Sequence[int]) -> None:
+        self.dataset, self.indices = dataset, indices
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[self.indices[index]]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+def random_split(dataset: Any, lengths: Sequence[float],
+                 generator: Generator | None = None) -> list[Subset]:
+    """Cut a dataset into random parts of the given lengths, or fractions that sum to 1."""
+    if abs(sum(lengths) - 1) < 1e-9 and all(0 <= n <= 1 for n in lengths):
+        parts = [int(n * len(dataset)) for n in lengths]
+        for i in range(len(dataset) - sum(parts)):
+            parts[i % len(parts)] += 1
+    else:
+        parts = [int(n) for n in lengths]
+    if sum(parts) != len(dataset):
+        raise ValueError(f"the lengths {list(lengths)} do not add up to the {len(dataset)} samples")
+    order = rng(generator).permutation(len(dataset)).tolist()
+    starts = itertools.accumulate(parts, initial=0)
+    return [Subset(dataset, order[start : start + n]) for start, n in zip(starts, parts)]
+
+
+class SequentialSampler:
+    def __init__(self, data_source: Any) -> None:
+        self.data_source = data_source
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self.data_source)))
+
+    def __len__(self) -> int:
+        return len(self.data_source)
+
+
+class RandomSampler(SequentialSampler):
+    """A new order every epoch; the order is a function of (seed, epoch), so that two loaders
+    with one seed, and all ranks of a distributed run, agree epoch by epoch."""
+
+    def __init__(self, data_source: Any, generator: Generator | None = None) -> None:
+        super().__init__(data_source)
+        self.seed = int(rng(generator).integers(2**63))
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        order = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.data_source))
+        self.epoch += 1
+        return iter(order.tolist())
+
+
+class BatchSampler:
+    """Groups of batch_size indices; the last may be shorter, unless drop_last."""
+
+    def __init__(self, sampler: Any, batch_size: int, drop_last: bool = False) -> None:
+        self.sampler, self.batch_size, self.drop_last = sampler, batch_size, drop_last
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batch: list[int] = []
+        for index in self.sampler:
+            batch.append(index)
+            if len(batch) == self.batch_size:
+                yield batch
+                batch = []
+        if batch and not self.drop_last:
+            yield batch
+
+    def __len__(self) -> int:
+        n = len(self.sampler)
+        return n // self.batch_size if self.drop_last else -(-n // self.batch_size)
+
+
+def default_collate(samples: Sequence[Any]) -> Any:
+    """One batch from many samples: tensors are stacked; tuples, lists and dicts by position."""
+    first = samples[0]
+    if isinstance(first, Tensor):
+        return stack(list(samples))
+    if isinstance(first, (np.ndarray, np.generic)):
+        return wrap(np.stack(samples))
+    if isinstance(first, (float, int)):
+        return tensor(list(samples))
+    if isinstance(first, dict):
+        return {key: default_collate([s[key] for s in samples]) for key in first}
+    if isinstance(first, (tuple, list)):
+        if any(len(s) != len(first) for s in samples):
+            raise RuntimeError("the samples of a batch have different lengths: pass collate_fn")
+        return type(first)(default_collate(column) for column in zip(*samples))
+    return list(samples)
+
+
+class DataLoader:
+    """Batches of a dataset, in order or shuffled anew every epoch."""
+
+    def __init__(self, dataset: Any, batch_size: int = 1, shuffle: bool = False,
+                 sampler: Any = None, batch_sampler: Any = None, num_workers: int = 0,
+                 collate_fn: Callable[[list], Any] | None = None, pin_memory: bool = False,
+                 drop_last: bool = False, generator: Generator | None = None) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+        if sampler is not None and shuffle:
+            raise ValueError("a sampler decides the order: leave out shuffle")
+        if sampler is None:
+            sampler = RandomSampler(dataset, generator) if shuffle else SequentialSampler(dataset)
+        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
+        self.sampler = sampler
+        self.batch_sampler = batch_sampler or BatchSampler(sampler, batch_size, drop_last)
+        self.collate_fn = collate_fn or default_collate
+
+    def fetch(self, indices: Sequence[int]) -> Any:
+        """The batch of these samples. Rows of a TensorDataset are taken all at once."""
+        if isinstance(self.dataset, TensorDataset) and self.collate_fn is default_collate:
+            return list(self.dataset[np.asarray(indices, np.int64)])
+        return self.collate_fn([self.dataset[i] for i in indices])
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.fetch, self.batch_sampler)
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+#
+# The safetensors format: the length of a JSON header (u64, little-endian), the header with name,
+# dtype, shape and byte range of each tensor, then the bytes. Reading one never runs code.
+
+SAFETENSORS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2",
+               "I8": "i1", "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1", "BOOL": "?",
+               "BF16": "<u2"}
+HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference implementation
+
+
+def save(obj: Any, path: Any) -> None:
+    """Write a state to a safetensors file. A flat dict of tensors becomes the file that other
+    programs expect; numbers, strings, lists and nested dicts go into its metadata as JSON.
+
+    The file appears under its name only when it is complete."""
+    tensors: dict[str, np.ndarray] = {}
+    is_flat = isinstance(obj, dict) and all(isinstance(v, (Tensor, np.ndarray)) for v in
+                                            obj.values())
+    tree = flattened(obj, "", tensors)
+    metadata = {} if is_flat else {"minidist": json.dumps(tree)}
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    codes = {np.dtype(code): name for name, code in SAFETENSORS.items() if name != "BF16"}
+    start = 0
+    # By falling item size, so that every tensor starts at a multiple of its own.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
+    for name, array in ordered:
+        code = codes[array.dtype.newbyteorder("<")]
+        header[name] = {"dtype": code, "shape": list(array.shape),
+                        "data_offsets": [start, start + array.nbytes]}
+        start += array.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    partial = f"{os.fspath(path)}.partial-{os.getpid()}"
+    try:
+        with open(partial, "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for _, array in ordered:  # in order of elements, whatever their order in memory
+                file.write(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(partial)
+        raise
+
+
+def flattened(value: Any, path: str, tensors: dict[str, np.ndarray]) -> Any:
+    """A JSON tree in which each tensor is replaced by its name in `tensors`."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        tensors[path or "tensor"] = to_array(value)
+        return {"tensor": path or "tensor"}
+    if isinstance(value, dict):
+        prefix = path + "." if path else ""
+        keys = [[type(k).__name__, k] for k in value]
+        if any(kind not in ("str", "int", "float", "bool") for kind, _ in keys):
+            raise TypeError(f"{path or 'the state'} has a key that is neither text nor a number")
+        return {"dict": [[k, flattened(v, f"{prefix}{k}", tensors)] for k, v in value.items()]}
+    if isinstance(value, (list, tuple)):
+        prefix = path + "." if path else ""
+        items = [flattened(v, f"{prefix}{i}", tensors) for i, v in enumerate(value)]
+        return {type(value).__name__ if type(value) in (list, tuple) else "list": items}
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return {"value": value}
+    if isinstance(value, np.dtype):
+        return {"dtype": value.name}
+    raise TypeError(f"cannot save {path or 'this'}: a {type(value).__name__} is not a tensor, "
+                    "number, string, list or dict of these")
+
+
+def load(path: Any, map_location: Any = None, weights_only: bool = True) -> Any:
+    """Read what `save` wrote, or any safetensors file (a dict of its tensors).
+
+    Every length and offset is checked against the file before memory is taken."""
+    size = os.path.getsize(path)
+
+    def broken(what: str) -> ValueError:
+        return ValueError(f"{os.fspath(path)} is not a valid safetensors file: {what}")
+
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, HEADER_LIMIT):
+            raise broken(f"it has {size} bytes and claims a header of {length}")
+        try:
+            header = json.loads(file.read(length))
+            metadata = header.pop("__metadata__", {})
+            entries = sorted(
+                (*entry["data_offsets"], name, entry["dtype"], tuple(entry["shape"]))
+                for name, entry in header.items()
+            )
+            numbers = [n for e in entries for n in (e[0], e[1], *e[4])]
+            if any(type(n) is not int or n < 0 for n in numbers):
+                raise ValueError("sizes and offsets must be whole numbers")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise broken(f"its header cannot be read ({error})") from None
+        end = 0
+        for start, stop, name, dtype, shape in entries:
+            if dtype not in SAFETENSORS:
+                raise broken(f"{name} has dtype {dtype}, known are {', '.join(SAFETENSORS)}")
+            if start != end or stop - start != math.prod(shape) * np.dtype(
+                SAFETENSORS[dtype]).itemsize:
+                raise broken(f"{name} of shape {shape} claims bytes {start} to {stop}, after {end}")
+            end = stop
+        if end != size - 8 - length:
+            raise broken(f"its tensors take {end} bytes, the file holds {size - 8 - length}")
+        tensors = {}
+        for _, _, name, dtype, shape in entries:
+            array = np.fromfile(file, SAFETENSORS[dtype], math.prod(shape)).reshape(shape)
+            if dtype == "BF16":  # the upper half of a float32
+                array = (array.astype("<u4") << 16).view("<f4")
+            tensors[name] = wrap(array)
+    if not isinstance(metadata, dict) or "minidist" not in metadata:
+        return {name: tensors[name] for name in header}
+    try:
+        return restored(json.loads(metadata["minidist"]), tensors)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise broken(f"its metadata cannot be read ({error!r})") from None
+
+
+def restored(tree: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+    (kind, value), = tree.items()
+    if kind == "tensor":
+        return tensors[value]
+    if kind == "dict":
+        return {key: restored(item, tensors) for key, item in value}
+    if kind in ("list", "tuple"):
+        items = [restored(item, tensors) for item in value]
+        return tuple(items) if kind == "tuple" else items
+    return np.dtype(value) if kind == "dtype" else value
+
+
+# -- datasets --------------------------------------------------------------------------------------
+
+
+# =================================================================================================
+# 7 Distributed
+# =================================================================================================
+
+
+# =================================================================================================
+# 8 Namespaces
+# =================================================================================================
+#
+# `import minidist.nn as nn` works from one file: each namespace is a module made of names above.
+
+
+class cuda:  # noqa: N801 - stands for torch.cuda, so that programs pass through
+    is_available = staticmethod(lambda: False)
+    device_count = staticmethod(lambda: 0)
+
+
+# Functions whose names would hide Python's own inside this file exist as attributes only.
+PUBLIC: dict[str, Any] = {
+    name: METHODS[name] for name in ("sum", "max", "min", "abs", "all", "any", "round", "pow")
+}
+PUBLIC |= {n: f for n, f in METHODS.items() if n not in globals()}
+PUBLIC |= {"float": float32, "int": int32, "bool": np.dtype(bool), "dtype": np.dtype,
+           "pi": math.pi, "inf": math.inf, "nan": math.nan}
+
+
+def __getattr__(name: str) -> Any:
+    if name in PUBLIC:
+        return PUBLIC[name]
+    raise AttributeError(missing("minidist", name, [*PUBLIC, *globals()]))
+
+
+def missing(namespace: str, name: str, known: Iterable[str]) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, [n for n in known if not n.startswith("_")], 1)
+    return (f"{namespace} has no {name!r}" + (f"; the nearest is {near[0]!r}" if near else "")
+            + ". It holds a chosen part of PyTorch")
+
+
+def namespace(path: str, names: dict[str, Any]) -> ModuleType:
+    """A module of these names, importable as minidist.<path>."""
+    full = f"minidist.{path}"
+    module = ModuleType(full, f"PyTorch's torch.{path}, as far as minidist has it.")
+    module.__dict__.update(names)
+
+    def absent(name: str) -> Any:
+        raise AttributeError(missing(full, name, names))
+
+    module.__dict__["__getattr__"] = absent
+    module.__dict__.setdefault("__path__", [])  # a package: it may have namespaces inside
+    sys.modules[full] = module
+    parent, _, name = path.rpartition(".")
+    if parent:
+        setattr(sys.modules[f"minidist.{parent}"], name, module)
+    return module
+
+
+def classes(*bases: type) -> dict[str, Any]:
+    return {n: v for n, v in globals().items()
+            if isinstance(v, type) and issubclass(v, bases) and not n.startswith("_")}
+
+
+def named(*functions: Callable) -> dict[str, Any]:
+    return {f.__name__: f for f in functions}
+
+
+nn = namespace("nn", classes(Module) | {"Parameter": Parameter, "Buffer": Buffer})
+namespace("nn.functional", named(
+    relu, leaky_relu, elu, softplus, silu, logsigmoid, gelu, tanh, sigmoid, softmax, log_softmax,
+    linear, conv1d, conv2d, max_pool1d, max_pool2d, batch_norm, layer_norm, dropout, embedding,
+    one_hot, pad, mse_loss, l1_loss, nll_loss, cross_entropy, binary_cross_entropy_with_logits,
+))  # fmt: skip
+namespace("nn.init", named(
+    calculate_gain, uniform_, normal_, constant_, zeros_, ones_, xavier_uniform_, xavier_normal_,
+    kaiming_uniform_, kaiming_normal_, trunc_normal_,
+))  # fmt: skip
+namespace("nn.utils", named(
+    clip_grad_norm_, clip_grad_value_, parameters_to_vector, vector_to_parameters,
+))  # fmt: skip
+namespace("nn.parameter", {"Parameter": Parameter})
+optim = namespace("optim", classes(Optimizer))
+namespace("optim.lr_scheduler", classes(LRScheduler))
+utils = namespace("utils", {})
+namespace("utils.data", classes(Dataset, SequentialSampler, BatchSampler, DataLoader)
+          | named(random_split, default_collate))
+autograd = namespace("autograd", named(grad, queue_callback))
+
+
+# =================================================================================================
+# 9 Command line
+# =================================================================================================
