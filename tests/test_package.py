@@ -9,6 +9,7 @@ import glob
 import gzip
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -95,7 +96,8 @@ def bare(request, tmp_path_factory):
 
 @pytest.fixture(scope="module", params=PYTHONS)
 def installed(request, archives, tmp_path_factory):
-    return environment(request.param, tmp_path_factory.mktemp("installed") / "env", archives[1])
+    wheel = f"minidist[plot] @ {archives[1].as_uri()}"
+    return environment(request.param, tmp_path_factory.mktemp("installed") / "env", wheel)
 
 
 def test_source_archive_is_complete(archives):
@@ -158,3 +160,16 @@ def test_installed(installed, tmp_path):
         rows = [line.split(",") for line in digits]
     assert len(rows) == 1797 and {len(row) for row in rows} == {65}
     assert "CC BY 4.0" in (site / "minidist_tutorials" / "data" / "README.md").read_text()
+
+
+def test_main_job_of_the_readme(installed, tmp_path):
+    """The line that strangers try first, as it stands there, once it is installed."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    install, _, job = re.search("^ *(python3 -m venv .*) && (.venv/bin/minidist) train (.*)$",
+                                readme, re.M).groups()
+    assert install.endswith(".venv/bin/pip install '.[plot]'")
+    output = run(installed.parent / "minidist", "train", *shlex.split(job), cwd=tmp_path)
+    assert (tmp_path / "digits.safetensors").stat().st_size > 10_000
+    assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
+    accuracy = max(map(float, re.findall(r"(\d+\.\d+) ?%", output)))
+    assert accuracy >= 98.0, output
