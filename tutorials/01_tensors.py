@@ -7,7 +7,7 @@ walkthrough builds such a library in a few lines, breaks it on the smallest grap
 that can break it, mends it, and then meets the same idea in minidist.
 
 Run it: `python tutorials/01_tensors.py`. Lines that begin with `#>` are what it
-prints; the tests compare.
+prints; the tests compare, and read `...` as anything.
 """
 
 # When minidist is not installed, take it from the folder above this one.
@@ -233,8 +233,8 @@ print(x.grad.item())
 try:
     y.backward()
 except RuntimeError as error:
-    print("RuntimeError:", "retain_graph" in str(error))
-#> RuntimeError: True
+    print(error)
+#> backward went through ... a second time, ...: call backward(retain_graph=True) the first time
 
 # A value that a derivative still needs must not change behind its back.
 
@@ -244,8 +244,8 @@ a += 1.0
 try:
     y.backward()
 except RuntimeError as error:
-    print("RuntimeError:", "in place" in str(error) or "inplace" in str(error))
-#> RuntimeError: True
+    print(error)
+#> mul saved its input ... for backward ..., but it was changed in place by add_ ...
 
 # Where no derivative is wanted, nothing is remembered.
 
