@@ -13,9 +13,10 @@ import sys
 import time
 from pathlib import Path
 
-import conftest  # noqa: F401  finds minidist_transports, also in workers that import this
 import numpy as np
 import pytest
+
+import conftest  # noqa: F401  finds minidist_transports, also in workers that import this
 from minidist_transports import launch
 from minidist_transports.remote import NotPortable
 
@@ -363,6 +364,15 @@ def test_the_root_cause_comes_once_and_last(run):
     assert lines[-1] == "ValueError: the cause"
     assert err.count("Traceback") == err.count("ValueError: the cause") == 1
     assert out == ""
+
+
+def test_a_traceback_behind_an_unfinished_bar(run):
+    code, out, err = run("import sys; sys.stderr.write('\\r 10%'); 1 / 0")
+    lines = err.splitlines()
+    assert lines[:2] == ["[0]  10%", "minidist: root cause: rank 0 ended with exit code 1. "
+                         "Its last lines:"]
+    assert lines[2] == "Traceback (most recent call last):"
+    assert lines[-1] == "ZeroDivisionError: division by zero" and err.count("Traceback") == 1
 
 
 def test_the_same_error_on_all_is_shown_once(run):

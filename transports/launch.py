@@ -36,7 +36,7 @@ from . import remote
 
 
 class LaunchError(RuntimeError):
-    """The group could not be started, or one of its processes failed."""
+    """The group can't be started as it was asked for, or one of its processes failed."""
 
 
 # ---------------------------------------------------------------------------
@@ -266,9 +266,10 @@ class Console:
 # 3. One process
 # ---------------------------------------------------------------------------
 
-# A line of stderr that begins so is likely the beginning of the end.
-LAST_WORDS = (b"Traceback (most recent call last):", b"  + Exception Group Traceback",
-              b"Fatal Python error:")
+# What stands on stderr at the beginning of the end. An unfinished progress bar may stand before
+# it on the same line.
+LAST_WORDS = re.compile(rb"(Traceback \(most recent call last\):$|  \+ Exception Group Traceback"
+                        rb"|Fatal Python error:).*")
 HOLD = 5.0  # seconds that last words are held back, waiting for the end
 
 
@@ -333,17 +334,23 @@ class Process:
             self.console.line(sys.stdout, self.prefix + line)
 
     def _err(self, line: bytes) -> None:
-        self.tail.append(line)
-        if self.held or line.startswith(LAST_WORDS):
-            if not self.held:
-                self.held_since = time.monotonic()
+        if not self.held and (last := LAST_WORDS.search(line)):
+            self.held_since = time.monotonic()
+            self.held.append(last[0])
+            line = line[:last.start()]
+            if not line:
+                return
+        elif self.held:
             self.held.append(line)
-        elif self.shown:
+            return
+        self.tail.append(line)
+        if self.shown:
             self.console.line(sys.stderr, self.prefix + line)
 
     def release(self) -> None:
         """Show what was held back: they were not the last words after all."""
         held, self.held = self.held, []
+        self.tail.extend(held)
         for line in held if self.shown else ():
             self.console.line(sys.stderr, self.prefix + line)
 
@@ -382,7 +389,7 @@ class Process:
         """The line of the first exception of the last words: `ValueError: ...`."""
         for line in self.held:
             text = line.decode("utf-8", "replace")
-            if re.match(r"[A-Za-z_][\w.]*(:|$)", text) and not line.startswith(LAST_WORDS):
+            if re.match(r"[A-Za-z_][\w.]*(:|$)", text):
                 return text
         return ""
 
@@ -711,10 +718,14 @@ def main(argv: Sequence[str] | None = None, server_command: Sequence[str] = (),
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
     flags = parser.parse_args(argv)
     try:
-        report = run(job_of(flags, server_command))
+        return run_and_tell(job_of(flags, server_command))
     except LaunchError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 2
+
+
+def run_and_tell(job: Job) -> int:
+    report = run(job)
     if report.text:
         print(report.text, file=sys.stderr, flush=True)
     return report.code
