@@ -30,20 +30,29 @@ Contents (search for the ruled headings):
 
 from __future__ import annotations
 
+import argparse
+import atexit
+import collections
 import contextlib
+import enum
 import functools
+import hashlib
+import importlib
+import importlib.util
 import inspect
 import itertools
 import json
 import math
 import os
+import pathlib
 import sys
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -561,7 +570,7 @@ def run_backward(
             pending[edge] = gradient
             if fresh:
                 ours.add(edge)
-        elif edge in ours and not create_graph:
+        elif edge in ours and type(pending[edge]) is np.ndarray:  # not a tensor, nor a scalar
             np.add(pending[edge], gradient, out=pending[edge])
         else:
             pending[edge] = pending[edge] + gradient
@@ -584,6 +593,8 @@ def run_backward(
     callbacks: list[Callable[[], None]] = []
     reset = _callbacks.set(callbacks)
     mode = _grad_enabled.set(create_graph)
+    quiet = np.errstate(all="ignore")  # as IEEE 754 has it, the slope of sqrt at 0 is infinite
+    quiet.__enter__()
     try:
         for node in order:
             if node not in pending:
@@ -608,11 +619,12 @@ def run_backward(
                     part = fitted(result, edge, node)
                     # An array that owns its memory and is not the incoming gradient was made by
                     # the derivative (which by rule returns no saved value itself).
-                    add(edge, part, part is not gradient and part.base is None
-                        if not create_graph else False)
+                    add(edge, part, part is not gradient and type(part) is np.ndarray
+                        and part.base is None)
             if not retain_graph:
                 node.saved = None
     finally:
+        quiet.__exit__(None, None, None)
         _grad_enabled.reset(mode)
         _callbacks.reset(reset)
     for callback in callbacks:
@@ -878,8 +890,10 @@ class Op:
     the op saves, or None if it is a constant to the derivative (an index, a mask)."""
 
     def __init__(self, formula: Callable, derivatives: dict[str, Callable],
-                 residuals: dict[str, Callable | None], view: bool, floats: bool) -> None:
+                 residuals: dict[str, Callable | None], view: bool = False, floats: bool = False,
+                 quiet: bool = False) -> None:
         self.formula, self.residuals, self.view, self.floats = formula, residuals, view, floats
+        self.quiet = quiet
         self.name = getattr(formula, "__name__", "op").strip("_")
         if isinstance(formula, np.ufunc):
             self.inputs: tuple[str, ...] = ("x", "y")[: formula.nin]
@@ -909,7 +923,11 @@ class Op:
             out = self.formula(*inputs, **static)
             return out[0] if self.residuals else out
         arrays = self.arrays(inputs)
-        out = self.formula(*arrays, **static)
+        if self.quiet:
+            with np.errstate(all="ignore"):
+                out = self.formula(*arrays, **static)
+        else:
+            out = self.formula(*arrays, **static)
         extra: Sequence[Any] = ()
         if self.residuals:
             out, *extra = out
@@ -1050,16 +1068,19 @@ numpy_to_op: dict[Callable, Callable] = {}  # for NumPy's protocols: np.exp -> e
 
 
 def op(formula: Any = None, *, residuals: dict[str, Callable | None] | None = None,
-       view: bool = False, floats: bool = False, numpy: Callable | None = None,
-       **derivatives: Callable) -> Any:
+       view: bool = False, floats: bool = False, quiet: bool | None = None,
+       numpy: Callable | None = None, **derivatives: Callable) -> Any:
     """Make a function on tensors from a NumPy formula and a derivative for each input.
 
-    view: the result shares the input's memory. floats: integers become float32 first. numpy: the
-    NumPy function (or ufunc, by itself) that this op is on tensors. Also a decorator."""
+    view: the result shares the input's memory. floats: integers become float32 first. quiet: 1 / 0
+    and its like give infinities and NaN without NumPy's warning, as in PyTorch (always for
+    floats; it costs half a microsecond, so only where it can happen). numpy: the NumPy function
+    (a ufunc by itself) that this op is on tensors. Also a decorator."""
     if formula is None:
-        return functools.partial(op, residuals=residuals, view=view, floats=floats, numpy=numpy,
-                                 **derivatives)
-    this = Op(formula, derivatives, residuals or {}, view, floats)
+        return functools.partial(op, residuals=residuals, view=view, floats=floats, quiet=quiet,
+                                 numpy=numpy, **derivatives)
+    quiet = floats if quiet is None else quiet
+    this = Op(formula, derivatives, residuals or {}, view, floats, quiet)
 
     def function(*args: Any, **static: Any) -> Any:
         return this.apply(args, static)
@@ -1287,7 +1308,7 @@ def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Tensor:
     raise ValueError(f"rounding_mode must be None, 'trunc' or 'floor', not {rounding_mode!r}")
 
 
-@op(numpy=np.power, x=lambda g, x, y: g * (y * power(x, y - (y != 0))),
+@op(quiet=True, numpy=np.power, x=lambda g, x, y: g * (y * power(x, y - (y != 0))),
     y=lambda g, x, out: g * out * np.log(np.where(x > 0, x, 1)))
 def power(x, y):
     # The slopes avoid 0 * inf: x**0 is flat in x, also at x = 0, and where x = 0 the result
@@ -1554,13 +1575,13 @@ def _logsumexp(x, *, axis, keepdims=False):
     return out if keepdims else np.squeeze(out, axis)
 
 
-@op(x=lambda g, out, dim: out * (g - np.sum(g * out, axis=dim, keepdims=True)))
+@op(quiet=True, x=lambda g, out, dim: out * (g - np.sum(g * out, axis=dim, keepdims=True)))
 def _softmax(x, *, dim):
     e = np.exp(x - np.max(x, axis=dim, keepdims=True, initial=-math.inf))
     return e / np.sum(e, axis=dim, keepdims=True)
 
 
-@op(x=lambda g, out, dim: g - np.exp(out) * np.sum(g, axis=dim, keepdims=True))
+@op(quiet=True, x=lambda g, out, dim: g - np.exp(out) * np.sum(g, axis=dim, keepdims=True))
 def _log_softmax(x, *, dim):
     shifted = x - np.max(x, axis=dim, keepdims=True, initial=-math.inf)
     return shifted - np.log(np.sum(np.exp(shifted), axis=dim, keepdims=True))
@@ -1762,7 +1783,9 @@ _generator: ContextVar[Generator] = ContextVar("generator", default=Generator())
 
 def manual_seed(seed: int) -> Generator:
     """Start the default generator at the seed: the same seed gives the same run."""
-    return _generator.get().manual_seed(seed)
+    # A new one: threads that are ranks of a simulated run each set their own.
+    _generator.set(Generator().manual_seed(seed))
+    return _generator.get()
 
 
 def rng(generator: Generator | None = None) -> np.random.Generator:
@@ -4120,9 +4143,1187 @@ def restored(tree: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
 # -- datasets --------------------------------------------------------------------------------------
 
 
+def load_dataset(name: str, folder: Any = None) -> tuple[TensorDataset, TensorDataset]:
+    """The training and the test part of digits, mnist, fashion-mnist, cifar10 or segments: images
+    (N, channels, height, width) as float32 from 0 to 1, and labels (N,).
+
+    Segments are made on the spot. Where the others are searched, and how their files are read,
+    is the business of tutorials/datasets.py."""
+    if name == "segments":
+        parts = make_segments()
+    else:
+        parts = companion("tutorials", "datasets").load(name, folder, Progress)
+    train, test = (TensorDataset(wrap(images), wrap(labels)) for images, labels in parts)
+    return train, test
+
+
+def companion(folder: str, module: str) -> ModuleType:
+    """A module of the folder that lies beside this file, or of the installed minidist_<folder>."""
+    package, place = f"minidist_{folder}", pathlib.Path(__file__).resolve().with_name(folder)
+    if package not in sys.modules and (place / "__init__.py").exists():
+        spec: Any = importlib.util.spec_from_file_location(
+            package, place / "__init__.py", submodule_search_locations=[str(place)])
+        sys.modules[package] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[package])
+    try:
+        return importlib.import_module(f"{package}.{module}")
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise ModuleNotFoundError(f"minidist's folder {folder}/ is needed: copy it to "
+                                  f"{place.parent}, or `pip install minidist`") from None
+
+
+def make_segments() -> list[tuple[np.ndarray, np.ndarray]]:
+    """For who has this file and nothing else: digits of a pocket calculator, moved about under
+    noise; 1,200 to learn from and 300 for the test."""
+    lines = {"a": np.s_[1, 2:5], "b": np.s_[1:4, 4], "c": np.s_[3:6, 4], "d": np.s_[5, 2:5],
+             "e": np.s_[3:6, 2], "f": np.s_[1:4, 2], "g": np.s_[3, 2:5]}
+    lit = "abcdef bc abged abgcd fgbc afgcd afgedc abc abcdefg abcdfg".split()
+    generator = np.random.default_rng(0)
+    labels = generator.integers(0, 10, 1500)
+    images = generator.uniform(0, 0.4, (1500, 1, 8, 8)).astype(np.float32)
+    for image, label in zip(images, labels):
+        for line in lit[label]:
+            image[0][lines[line]] = generator.uniform(0.3, 1)
+        image[:] = np.roll(image, generator.integers(-1, 3, 2), (1, 2))
+    return [(images[:1200], labels[:1200]), (images[1200:], labels[1200:])]
+
+
+class Progress:
+    """A progress bar: tqdm's where that is installed, else one line that is written over."""
+
+    def __init__(self, total: int, what: str, unit: str = "it", done: int = 0) -> None:
+        self.total, self.what, self.unit, self.done, self.due = total, what, unit, done, 0.0
+        self.bar: Any = None
+        with contextlib.suppress(ImportError):
+            from tqdm import tqdm
+
+            self.bar = tqdm(total=total, desc=what, unit=unit, initial=done, ncols=90,
+                            unit_scale=unit == "B")
+
+    def advance(self, steps: int = 1, note: str = "") -> None:
+        self.done += steps
+        if self.bar is not None:
+            self.bar.set_postfix_str(note, refresh=False)
+            self.bar.update(steps)
+        elif time.monotonic() > self.due or self.done == self.total:
+            self.due = time.monotonic() + 0.1
+            sys.stderr.write(f"\r{self.what}: {self.done:,} of {self.total:,} {self.unit} {note} ")
+            sys.stderr.flush()
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+        else:
+            sys.stderr.write("\n")
+
+
 # =================================================================================================
 # 7 Distributed
 # =================================================================================================
+#
+# Several processes train one model. Each has its rank, 0 .. size-1, and a transport: something
+# that carries messages between any two of them, whole, in order and once, or says who was lost.
+# How it does that, over pipes, TCP or lossy UDP, is the business of the folder `transports/`.
+# What the messages mean is this section:
+#
+#   collectives   what all ranks do together: sum a tensor, pass one on, wait for each other
+#   Synchronous   every step uses the mean gradient of all ranks: one big batch, cut in shares
+#   Downpour      every worker goes at its own pace; parameter servers add up what they push
+#
+# A strategy stands in the optimizer's place, so the training loop stays what it was:
+#
+#     train = dist.Synchronous(model, optim.SGD(model.parameters(), lr=0.1))
+#     for x, y in train.batches(loader):          # this rank's share of each batch
+#         train.zero_grad()
+#         loss(model(x), y).backward()
+#         train.step()
+#     train.finish()
+
+
+@functools.cache
+def transports() -> Any:
+    """The transports package: the folder beside this file, else the installed one. It is looked
+    for when it is needed, so that this file alone trains on one process."""
+    name = "minidist_transports"
+    folder = pathlib.Path(__file__).resolve().parent / "transports"
+    if name not in sys.modules and (folder / "__init__.py").exists():
+        spec: Any = importlib.util.spec_from_file_location(
+            name, folder / "__init__.py", submodule_search_locations=[str(folder)])
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    try:
+        importlib.import_module(name + ".training")
+    except ModuleNotFoundError as error:
+        raise error if error.name != name else ModuleNotFoundError(
+            "training on several processes needs the transports: copy the folder transports/ "
+            f"beside {__file__}, or `pip install minidist`") from None
+    return sys.modules[name]
+
+
+# -- what a sum over ranks is ----------------------------------------------------------------------
+#
+# Floating-point addition is not associative, so "the sum" must say in which order. Here it is a
+# balanced tree: ranks 0 and 1, 2 and 3, ... are added, then these sums in pairs, and so on; ranks
+# beyond the largest power of two are first added to ranks 0, 1, ... Each sum is rounded to the
+# tensor's dtype; a mean divides once, at the end. Every algorithm yields those bits, whatever the
+# transport and however the tensor is cut.
+
+
+class ReduceOp(enum.Enum):
+    """How the elements of different ranks become one."""
+
+    SUM, AVG, MIN, MAX, PRODUCT = "sum", "avg", "min", "max", "product"
+
+    def combine(self, left: np.ndarray, right: np.ndarray, out: Any = None) -> np.ndarray:
+        return {"min": np.minimum, "max": np.maximum, "product": np.multiply}.get(
+            self.value, np.add)(left, right, out=out)
+
+
+def power_below(size: int) -> int:
+    """The largest power of two that is not above size."""
+    return 1 << (size.bit_length() - 1)
+
+
+def tree_reduce(parts: Sequence[np.ndarray], op: ReduceOp) -> np.ndarray:
+    """The definition: one array of each rank, in rank order, combined by the balanced tree."""
+    core = power_below(len(parts))
+    surplus = len(parts) - core
+    parts = [op.combine(a, b) for a, b in zip(parts, parts[core:])] + list(parts[surplus:core])
+    while len(parts) > 1:
+        parts = [op.combine(a, b) for a, b in zip(parts[::2], parts[1::2])]
+    return parts[0]
+
+
+def share_of(count: int, rank: int, size: int) -> tuple[int, int]:
+    """The range of `count` things that is the rank's: contiguous, the lengths equal up to one.
+    All ranks' shares together are everything, once."""
+    base, longer = divmod(count, size)
+    start = rank * base + min(rank, longer)
+    return start, start + base + (rank < longer)
+
+
+# -- schedules -------------------------------------------------------------------------------------
+#
+# A collective is a schedule: which elements a rank sends to whom while it takes which from whom.
+# Schedules are integers and know no network, so they can be printed, checked and simulated.
+
+
+class Exchange(NamedTuple):
+    """Send elements [send) to one rank while taking [take) from another; None: from or to nobody."""
+
+    to: int | None = None
+    send: tuple[int, int] = (0, 0)
+    source: int | None = None
+    take: tuple[int, int] = (0, 0)
+    combine: bool = False  # add what arrives to what is there, instead of replacing it
+
+
+SMALL = 65536  # bytes: up to here all_reduce prefers few messages, above it few bytes
+
+
+def all_reduce_schedule(rank: int, size: int, count: int, small: bool) -> Iterator[Exchange]:
+    """Small tensors: recursive doubling, log2(size) exchanges of everything. Large ones: each
+    exchange halves the range that a rank is responsible for, and the same way back collects the
+    finished pieces; so each element is sent about twice, however many ranks there are."""
+    core, everything = power_below(size), (0, count)
+    if rank >= core:  # surplus: hand in, and get the result at the end
+        yield Exchange(to=rank - core, send=everything)
+        yield Exchange(source=rank - core, take=everything)
+        return
+    if rank + core < size:
+        yield Exchange(source=rank + core, take=everything, combine=True)
+    (start, stop), way_back = everything, []
+    for peer in [rank ^ 1 << level for level in range(core.bit_length() - 1)]:
+        if small:
+            yield Exchange(peer, everything, peer, everything, combine=True)
+            continue
+        middle = (start + stop) // 2
+        lower, upper = (start, middle), (middle, stop)
+        mine, theirs = (lower, upper) if rank < peer else (upper, lower)
+        yield Exchange(peer, theirs, peer, mine, combine=True)
+        way_back.append(Exchange(peer, mine, peer, theirs))
+        start, stop = mine
+    for peer, _, _, theirs, _ in reversed(way_back):
+        yield Exchange(peer, (start, stop), peer, theirs)
+        start, stop = min(start, theirs[0]), max(stop, theirs[1])
+    if rank + core < size:
+        yield Exchange(to=rank + core, send=everything)
+
+
+def broadcast_schedule(rank: int, size: int, count: int, root: int) -> Iterator[Exchange]:
+    """A binomial tree: whoever has the tensor passes it on, so their number doubles each time."""
+    place, distance = (rank - root) % size, 1  # the root stands at place 0
+    while distance < size and not place & distance:
+        distance *= 2
+    if place:
+        yield Exchange(source=(rank - distance) % size, take=(0, count))
+    while distance > 1:
+        distance //= 2
+        if place + distance < size:
+            yield Exchange(to=(rank + distance) % size, send=(0, count))
+
+
+def all_gather_schedule(rank: int, size: int, count: int) -> Iterator[Exchange]:
+    """A ring: each rank passes on to its right what last came from its left."""
+    for i in range(size - 1):
+        send, take = (share_of(count, (rank - k) % size, size) for k in (i, i + 1))
+        yield Exchange((rank + 1) % size, send, (rank - 1) % size, take)
+
+
+def reduce_scatter_schedule(rank: int, size: int, count: int) -> Iterator[Exchange]:
+    """Everyone sends everyone their part; the receiver adds them up by the tree."""
+    for i in range(1, size):
+        to, source = (rank + i) % size, (rank - i) % size
+        yield Exchange(to, share_of(count, to, size), source, share_of(count, source, size))
+
+
+# -- process groups --------------------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """What every message of a collective says about it. Ranks must agree in all of this."""
+
+    op: str
+    reduce: str
+    dtype: str
+    root: int
+    sequence: int  # the how-manieth collective of this group
+    count: int  # elements of the whole tensor
+
+    def __str__(self) -> str:
+        how = f"{self.reduce} of " if self.reduce != "none" else ""
+        how = f"from rank {self.root}, " if self.op == "broadcast" else how
+        return f"{self.op} #{self.sequence} ({how}{self.count} {self.dtype})"
+
+
+class ProcessGroup:
+    """The ranks that act together. Its methods are the functions of `torch.distributed`; they
+    take tensors or NumPy arrays. Without a transport it is a group of one, which sends nothing."""
+
+    def __init__(self, transport: Any = None, size: int = 1) -> None:
+        self.transport, self.size = transport, size
+        self.rank = 0 if transport is None else transport.node
+        self.sequence = 0
+        self._landing = np.empty(0, np.uint8)  # where what is to be combined arrives
+        self._unclaimed: list[tuple] = []  # tensors whose tag recv has not asked for yet
+
+    def get_rank(self) -> int:
+        """This process's number, 0 .. get_world_size() - 1."""
+        return self.rank
+
+    def get_world_size(self) -> int:
+        """How many processes train together."""
+        return self.size
+
+    def all_reduce(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, what: str = "") -> None:
+        """Replace the tensor on every rank by the sum (mean, minimum, ...) over all ranks."""
+        with flat_view(tensor, "all_reduce") as x:
+            if op is ReduceOp.AVG and x.dtype.kind != "f":
+                raise TypeError(f"all_reduce: the average of {x.dtype} would be rounded: use "
+                                "ReduceOp.SUM and divide, or convert to a floating dtype first")
+            schedule = functools.partial(all_reduce_schedule, small=x.nbytes <= SMALL)
+            self._run("all_reduce", schedule, x, x, op, what=what)
+            if op is ReduceOp.AVG:
+                np.divide(x, self.size, out=x)
+
+    def broadcast(self, tensor: Any, src: int = 0, what: str = "") -> None:
+        """Replace the tensor on every rank by that of rank src."""
+        self._check_rank(src)
+        with flat_view(tensor, "broadcast") as x:
+            schedule = functools.partial(broadcast_schedule, root=src)
+            self._run("broadcast", schedule, x, x, root=src, what=what)
+
+    def all_gather(self, tensor_list: Sequence[Any], tensor: Any, what: str = "") -> None:
+        """Fill tensor_list[r] with the tensor of rank r, on every rank."""
+        self._check_list("all_gather", tensor_list, tensor)
+        with flat_view(tensor) as x:
+            rows = np.empty((self.size, x.size), x.dtype)
+            rows[self.rank] = x
+        self._run("all_gather", all_gather_schedule, rows.reshape(-1), rows.reshape(-1), what=what)
+        for row, place in zip(rows, tensor_list):
+            with flat_view(place, "all_gather") as x:
+                x[:] = row
+
+    def reduce_scatter(self, output: Any, input_list: Sequence[Any],
+                       op: ReduceOp = ReduceOp.SUM) -> None:
+        """Fill output with the sum over all ranks of their input_list[this rank]."""
+        self._check_list("reduce_scatter", input_list, output)
+        parts = np.stack([to_array(x).reshape(-1) for x in input_list])
+        arrived = np.empty_like(parts)
+        arrived[self.rank] = parts[self.rank]
+        self._run("reduce_scatter", reduce_scatter_schedule, parts.reshape(-1),
+                  arrived.reshape(-1), op)
+        with flat_view(output, "reduce_scatter") as x:
+            x[:] = tree_reduce(arrived, op)
+            if op is ReduceOp.AVG:
+                np.divide(x, self.size, out=x)
+
+    def barrier(self) -> None:
+        """Return when all ranks have called it."""
+        nothing = np.empty(0, np.uint8)
+        self._run("barrier", functools.partial(all_reduce_schedule, small=True), nothing, nothing,
+                  ReduceOp.SUM)
+
+    def _run(self, op: str, schedule: Callable, out: np.ndarray, into: np.ndarray,
+             reduce: ReduceOp | None = None, root: int = 0, what: str = "") -> None:
+        """Carry out a schedule: send pieces of `out`, take or combine pieces into `into`."""
+        if self.size == 1:
+            return
+        self.sequence += 1
+        call = Call(op, reduce.value if reduce else "none", into.dtype.name, root, self.sequence,
+                    into.size)
+        kind, (*head, _, _) = transports().training.encode("COLLECTIVE", (*call, 0, 0))
+        transport = self.transport
+        transport.doing = f"{call} {what}" if what else str(call)
+        for to, send, source, take, combines in schedule(self.rank, self.size, into.size):
+            piece, place = out[send[0] : send[1]], into[take[0] : take[1]]
+            if source is None:
+                transport.send(to, kind, (*head, *send), (piece,))
+                continue
+            landing, merge, landed = place, None, None
+            if combines:
+                landing = self._room_for(place)
+                merge = merger(place, landing, reduce, mine_first=self.rank < source)
+                if send[1] <= take[0] or take[1] <= send[0]:
+                    landed = merge  # combine while the rest is in flight: what is being sent
+                    #                 lies elsewhere and does not change under way
+            if to is None:
+                message = transport.recv(source, into=landing)
+            else:
+                message = transport.exchange(to, kind, (*head, *send), piece, source, landing,
+                                             landed=landed)
+            if message.kind != kind or message.fields[:-2] != tuple(head):
+                self._mismatch(call, message)
+            if merge is not None:
+                merge(0, landing.nbytes)
+        transport.doing = ""
+
+    def _room_for(self, place: np.ndarray) -> np.ndarray:
+        if self._landing.nbytes < place.nbytes:
+            self._landing = np.empty(place.nbytes, np.uint8)
+        return self._landing[: place.nbytes].view(place.dtype)
+
+    def _mismatch(self, call: Call, message: Any) -> None:
+        kind, peer, fields, _ = transports().training.decode(message)
+        text = (f"rank {self.rank} called {call} but rank {peer} called "
+                f"{Call(*fields[:-2]) if kind == 'COLLECTIVE' else kind}: every rank must make "
+                "the same calls in the same order")
+        self.transport.abort(text)  # so that the others hear of it too, instead of waiting
+        raise transports().protocol.broken("MISMATCH", text)
+
+    def send(self, tensor: Any, dst: int, tag: int = 0) -> None:
+        """Send a tensor to rank dst, whose recv with the same tag takes it."""
+        self._check_rank(dst)
+        if dst == self.rank:
+            raise ValueError(f"rank {self.rank}: send to itself")
+        array = to_array(tensor)
+        kind, fields = transports().training.encode("TENSOR", (tag, array.dtype.name, array.shape))
+        with flat_view(array) as x:
+            self.transport.send(dst, kind, fields, (x,), channel=1)
+
+    def recv(self, tensor: Any, src: int | None = None, tag: int = 0) -> int:
+        """Fill the tensor with one that rank src (None: any rank) sends; returns the sender."""
+        if src is not None:
+            self._check_rank(src)
+        self.transport.doing = f"recv from {'any rank' if src is None else f'rank {src}'}, tag {tag}"
+        waiting = self._unclaimed
+        while not (found := [m for m in waiting if m[2][0] == tag and src in (None, m[1])]):
+            message = (self.transport.recv_any(channel=1) if src is None
+                       else self.transport.recv(src, channel=1))
+            waiting += [m for m in [transports().training.decode(message)] if m[0] == "TENSOR"]
+        waiting.remove(found[0])
+        _, peer, (_, dtype, shape), payload = found[0]
+        place = to_array(tensor)
+        if (dtype, tuple(shape)) != (place.dtype.name, place.shape):
+            raise ValueError(
+                f"rank {self.rank}: recv from rank {peer}, tag {tag}: it sent {dtype} of shape "
+                f"{tuple(shape)}, the tensor to fill is {place.dtype} of shape {place.shape}")
+        with flat_view(tensor, "recv") as x:
+            x[:] = np.frombuffer(payload, x.dtype)
+        self.transport.doing = ""
+        return peer
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.size:
+            raise ValueError(f"rank {self.rank}: there is no rank {rank}, the group has ranks 0 to "
+                             f"{self.size - 1}")
+
+    def _check_list(self, op: str, tensors: Sequence[Any], like: Any) -> None:
+        shapes = [f"{a.shape} {a.dtype}" for a in map(to_array, [like, *tensors])]
+        if shapes[1:] != shapes[:1] * self.size:
+            raise ValueError(f"rank {self.rank}: {op} needs a list of {self.size} tensors of "
+                             f"{shapes[0]}, one for each rank; found {shapes[1:]}")
+
+
+def merger(place: np.ndarray, arrived: np.ndarray, op: Any, mine_first: bool) -> Callable:
+    """merge(start, stop) is called as the bytes start..stop of `arrived` come in, and combines
+    their elements into `place`. The lower rank's operand stands on the left."""
+    left, right = (place, arrived) if mine_first else (arrived, place)
+    done = 0
+
+    def merge(start: int, stop: int) -> None:
+        nonlocal done
+        fresh = slice(done, stop // place.itemsize)
+        done = fresh.stop
+        op.combine(left[fresh], right[fresh], out=place[fresh])
+
+    return merge
+
+
+@contextlib.contextmanager
+def flat_view(tensor: Any, change: str = "") -> Iterator[np.ndarray]:
+    """The tensor's elements as one flat array; with `change`, the block may write into it."""
+    array = to_array(tensor)
+    flat = np.ascontiguousarray(array, array.dtype.newbyteorder("=")).reshape(-1)
+    yield flat
+    if change and not np.may_share_memory(flat, array):  # it was a copy: of a transposed array, say
+        array[...] = flat.reshape(array.shape)
+    if change and isinstance(tensor, Tensor):
+        touch(tensor, change)
+
+
+# The default group is in a context variable, so that the ranks of a simulated cluster, threads of
+# one process, each see their own.
+
+_default_group: ContextVar[ProcessGroup | None] = ContextVar("default_group", default=None)
+
+
+def init_process_group(backend: Any = None, init_method: str = "env://", timeout: Any = None,
+                       world_size: int = -1, rank: int = -1) -> None:
+    """Join the other processes of this job; returns when all are there.
+
+    Who they are stands in the environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), which
+    `minidist launch`, torchrun and their like set; arguments win over it. Without RANK the
+    process is a group of one, so the same script also runs alone. `backend` names a transport
+    ("pipe", "tcp", "udp"; by default the launcher's) or is one."""
+    if is_initialized():
+        raise RuntimeError("init_process_group was called twice: call destroy_process_group first")
+    group = ProcessGroup()
+    if backend is not None and not isinstance(backend, str):
+        group = ProcessGroup(backend, backend.size if world_size < 0 else world_size)
+    elif rank >= 0 or "RANK" in os.environ:
+        transport, config = transports().training.join(backend, init_method, timeout, world_size,
+                                                       rank)
+        group = ProcessGroup(transport, config.workers)
+    _default_group.set(group)
+
+
+def is_initialized() -> bool:
+    """Whether init_process_group was called."""
+    return _default_group.get() is not None
+
+
+def destroy_process_group() -> None:
+    """Say goodbye to the other ranks and leave."""
+    group = _default_group.get()
+    if group is not None and group.transport is not None:
+        group.transport.close()
+    _default_group.set(None)
+
+
+def on_default_group(method: Callable) -> Callable:
+    """The function of torch.distributed that a method of ProcessGroup is."""
+
+    @functools.wraps(method)
+    def function(*args: Any, group: ProcessGroup | None = None, **options: Any) -> Any:
+        group = group or _default_group.get()
+        if group is None:
+            raise RuntimeError(f"{method.__name__}: there is no process group yet: call "
+                               "minidist.distributed.init_process_group() first")
+        return method(group, *args, **options)
+
+    return function
+
+
+get_rank = on_default_group(ProcessGroup.get_rank)
+get_world_size = on_default_group(ProcessGroup.get_world_size)
+all_reduce = on_default_group(ProcessGroup.all_reduce)
+broadcast = on_default_group(ProcessGroup.broadcast)
+all_gather = on_default_group(ProcessGroup.all_gather)
+reduce_scatter = on_default_group(ProcessGroup.reduce_scatter)
+barrier = on_default_group(ProcessGroup.barrier)
+send = on_default_group(ProcessGroup.send)
+recv = on_default_group(ProcessGroup.recv)
+
+
+# -- strategies ------------------------------------------------------------------------------------
+
+
+class FlatVector:
+    """Room for tensors of one dtype, end to end in one vector: one message carries them all.
+    `tail` is room for a few more numbers behind them."""
+
+    def __init__(self, named: dict[str, Tensor], tail: int = 0) -> None:
+        self.names, self.tensors = list(named), list(named.values())
+        stops = list(itertools.accumulate(x.numel() for x in self.tensors))
+        self.vector = np.zeros(stops[-1] + tail, self.tensors[0].dtype)
+        self.data, self.tail = np.split(self.vector, [stops[-1]])
+        self.views = [self.data[stop - x.numel() : stop].reshape(x.shape)
+                      for x, stop in zip(self.tensors, stops)]
+
+
+class Strategy:
+    """What all data-parallel strategies share: the model starts equal on all ranks, each works
+    on its share of every batch, and train.step() stands where optimizer.step() stood."""
+
+    lockstep = True  # must every rank take part in every step?
+
+    def __init__(self, model: Any, optimizer: Any, group: ProcessGroup | None = None) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.group = group or _default_group.get() or ProcessGroup()
+        self.parameters: dict[str, Tensor] = dict(model.named_parameters())  # tied ones once
+        self.steps = 0
+        self.samples, self.batch = 1, self.group.size  # this rank's part of the whole
+        tensors = [*self.parameters.items(), *model.named_buffers()]
+        self.agree("the model", [f"{name} {tuple(x.shape)} {x.dtype}" +
+                                 " frozen" * (x._array.dtype.kind == "f" and not x.requires_grad)
+                                 for name, x in tensors],
+                   "build it by the same code in the same order on every rank")
+        for name, x in tensors:
+            self.group.broadcast(x, 0, name)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self) -> None:
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """To be called once, after the last step: what is still under way arrives."""
+
+    def batches(self, loader: Any) -> Iterator[Any]:
+        """This rank's share of each of the loader's batches, which must be the same everywhere
+        (same data, same seed). Shares are disjoint and complete: nothing is padded or dropped. In
+        a batch smaller than the number of ranks some have no samples; they get a batch of 0 rows,
+        so that the loop takes as many turns on all ranks."""
+        group, sampler = self.group, iter(loader.batch_sampler)
+        first = list(itertools.islice(sampler, 1))
+        if self.lockstep:
+            self.agree("the loader", [f"{len(loader.dataset)} samples in {len(loader)} batches",
+                                      f"a first batch of {[int(i) for b in first for i in b]}"],
+                       "give all ranks the same data, batch size, seed and epoch")
+        try:
+            for batch in itertools.chain(first, sampler):
+                start, stop = share_of(len(batch), group.rank, group.size)
+                self.samples, self.batch = stop - start, len(batch)
+                if start < stop:
+                    yield loader.fetch(batch[start:stop])
+                elif self.lockstep:
+                    yield without_rows(loader.fetch(batch[:1]))
+        finally:
+            self.samples, self.batch = 1, group.size
+
+    def total(self, *numbers: float) -> Any:
+        """Sums over all ranks, exact for integers: `correct, seen = train.total(correct, seen)`.
+        So a test set cut in shares is counted once, whatever the number of ranks."""
+        exact = all(isinstance(x, (int, np.integer)) for x in numbers)
+        sums = np.array(numbers, np.int64 if exact else np.float64)
+        self.group.all_reduce(sums, what="totals")
+        return sums.tolist() if len(numbers) > 1 else sums.item()
+
+    def mean(self, loss: Any) -> float:
+        """The mean over a whole batch of what `loss` is over this rank's share of it."""
+        value, samples = self.total(float(loss) * self.samples if self.samples else 0.0,
+                                    float(self.samples))
+        return value / samples
+
+    def agree(self, what: str, mine: list[str], cure: str) -> None:
+        """Raise on every rank unless these lines are the same on all; name the first difference.
+        Found here it has a name; later it is a hang, or a model that learns nonsense."""
+        group, text = self.group, "\n".join(mine).encode()
+        hashes = np.zeros((group.size, 32), np.uint8)
+        group.all_gather(list(hashes), np.frombuffer(hashlib.sha256(text).digest(), np.uint8), what)
+        odd = np.flatnonzero((hashes != hashes[0]).any(axis=1)).tolist()
+        if not odd:
+            return
+        lists = []
+        for rank in (0, odd[0]):
+            size = np.array([len(text)])
+            group.broadcast(size, rank)
+            data = np.resize(np.frombuffer(text, np.uint8), size[0])
+            group.broadcast(data, rank)
+            lists.append(data.tobytes().decode().split("\n"))
+        place, (a, b) = next((i, pair) for i, pair in enumerate(itertools.zip_longest(
+            *lists, fillvalue="nothing more")) if pair[0] != pair[1])
+        raise RuntimeError(f"{what} differs between ranks, first at #{place}: rank 0 has {a}, rank "
+                           f"{odd[0]} has {b}. This is rank {group.rank}: {cure}")
+
+
+def without_rows(batch: Any) -> Any:
+    """The batch with 0 rows: the same structure, dtypes and further dimensions."""
+    if isinstance(batch, dict):
+        return {name: without_rows(x) for name, x in batch.items()}
+    if isinstance(batch, (list, tuple)) and not isinstance(batch[0], (str, bytes)):
+        return type(batch)([without_rows(x) for x in batch])
+    return batch[:0]
+
+
+class Synchronous(Strategy):
+    """Every step uses the mean gradient over the whole batch, as if one process had computed it.
+
+    When backward ends, the ranks' gradients are summed, each weighted by its number of samples,
+    and divided by the samples of the whole batch. So before train.step() `.grad` holds the same
+    bits on all ranks, clipping sees what one process would see, and the replicas stay equal
+    without ever exchanging parameters.
+
+    With the sum travel a few more numbers: who has a gradient for which parameter (one that has
+    none anywhere keeps None, and no decay or momentum moves it), whose is not finite (then all
+    ranks raise), and a check that all are at the same step of the same batch.
+
+    `.grad` shows a vector that the next backward reuses: clone it to keep it. Buffers (running
+    statistics of batch norm) are each rank's own until sync_buffers, called after each epoch."""
+
+    def __init__(self, model: Any, optimizer: Any, group: ProcessGroup | None = None) -> None:
+        super().__init__(model, optimizer, group)
+        self._reduced = False  # has this step's gradient been reduced?
+        self._queued = False  # will it be, when the backward pass under way ends?
+        self._accumulating = False  # inside no_sync
+        self._seen = 0  # samples that this rank's buffers have seen since they were equal
+        self._hooked: set[str] = set()
+        self._order: list[str] = []  # names in the order of the flat vectors
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """One flat vector a dtype for the gradients of what is trainable at present."""
+        trainable = {name: x for name, x in self.parameters.items() if x.requires_grad}
+        if trainable.keys() == set(self._order):
+            return
+        groups: dict[tuple, dict[str, Tensor]] = {}
+        for name, x in trainable.items():
+            groups.setdefault((-x.dtype.itemsize, x.dtype.str), {})[name] = x
+            if name not in self._hooked:
+                self._hooked.add(name)
+                x.register_post_accumulate_grad_hook(self._on_leaf)
+        tails = itertools.chain([2 + self.group.size + len(trainable)], itertools.repeat(0))
+        self._flats = [FlatVector(groups[key], tail) for key, tail in zip(sorted(groups), tails)]
+        self._order = [name for flat in self._flats for name in flat.names]
+        self._held = dict.fromkeys(self._order, False)
+
+    # When: as backward ends, or at the latest in step().
+
+    def _on_leaf(self, parameter: Tensor) -> None:
+        if not self._queued and self.group.size > 1:  # one rank alone needs none of this
+            self._queued = True
+            queue_callback(self._on_backward_end)
+
+    def _on_backward_end(self) -> None:
+        self._queued = False
+        if self._accumulating:  # set aside this pass's part of the mean, weighted as in its batch
+            present = self._collect(self.samples / self.batch, 1)
+            self._held = dict(zip(self._order, present))
+            for parameter in self.parameters.values():
+                parameter.grad = None
+            self._seen += self.samples
+        else:
+            self._reduce()
+
+    def _reduce(self) -> None:
+        for i, vector in enumerate(self.on_gradient()):
+            self.group.all_reduce(vector, what=f"gradients of step {self.steps}, part {i}")
+        self.on_sum()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate: backward passes in this block send nothing. Their gradients are set aside
+        (`.grad` is None meanwhile) and join those of the first backward outside."""
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._lay_out()
+        self._begin()
+
+    def step(self) -> None:
+        if not self._reduced and self.group.size > 1:
+            self._reduce()  # no parameter took part in this rank's loss, but others wait for us
+        self.optimizer.step()
+        self.steps += 1
+        self._begin()
+
+    def _begin(self) -> None:
+        self._reduced = self._queued = False
+        self._held = dict.fromkeys(self._order, False)
+
+    def finish(self) -> None:
+        self.sync_buffers()
+
+    # What: the weighted mean. The machine, without the network: vectors to sum, and the sums.
+
+    def on_gradient(self) -> list[np.ndarray]:
+        """This rank's part: vectors that are to be summed over all ranks."""
+        self._lay_out()
+        self._reduced = True
+        present = self._collect(self.samples, self.batch)
+        for flat in self._flats[:1]:
+            flags = np.zeros(self.group.size)
+            flags[self.group.rank] = 1 + self._first_not_finite()
+            flat.tail[:] = np.concatenate([[self.samples, self.steps % 32], flags, present])
+        return [flat.vector for flat in self._flats]
+
+    def on_sum(self) -> None:
+        """The vectors hold the sums now: check them, divide, and put them in place."""
+        self._seen += self.samples
+        if not self._flats:
+            return
+        size, where = self.group.size, f"rank {self.group.rank}, step {self.steps}: "
+        (samples, steps), flags, counts = np.split(self._flats[0].tail, [2, 2 + size])
+        if (samples, steps) != (self.batch, size * (self.steps % 32)):
+            raise RuntimeError(
+                f"{where}the ranks are not at the same step of the same batch (their samples add "
+                f"up to {samples:g}, this rank's batch has {self.batch}): call backward and step "
+                "equally often everywhere, on batches of train.batches(loader)")
+        if flags.any():
+            culprits = ", ".join(f"from rank {rank} in {self._order[int(flag) - 1]}"
+                                 for rank, flag in enumerate(flags) if flag)
+            raise FloatingPointError(f"{where}non-finite gradient {culprits}. The parameters are "
+                                     "untouched: lower the learning rate or look at that batch")
+        present = iter(counts.tolist())
+        for flat in self._flats:
+            np.divide(flat.data, self.batch, out=flat.data)
+            for parameter, view in zip(flat.tensors, flat.views):
+                parameter.grad = wrap(view) if next(present) else None
+
+    def _collect(self, weight: float, held_weight: float) -> list[bool]:
+        """Into the flat vectors: weight * gradient, added to held_weight * what no_sync held.
+        Returns which parameters have any. A rank without samples contributes zeros: the gradient
+        of the mean of nothing is NaN."""
+        present = []
+        for flat in self._flats:
+            for name, parameter, view in zip(flat.names, flat.tensors, flat.views):
+                gradient = parameter.grad if weight else None
+                if self._held[name]:
+                    view *= held_weight
+                    if gradient is not None:
+                        view += weight * gradient._array
+                elif gradient is not None:
+                    np.multiply(gradient._array, weight, out=view)
+                else:
+                    view[...] = 0
+                present.append(gradient is not None or self._held[name])
+        return present
+
+    def _first_not_finite(self) -> int:
+        """The place in self._order of the first gradient that is not finite, or -1."""
+        views = [view for flat in self._flats for view in flat.views]
+        # A sum of squares, at the price of one look, says whether a closer one is needed.
+        if np.isfinite([np.vecdot(flat.data, flat.data) for flat in self._flats]).all():
+            return -1
+        return next((i for i, view in enumerate(views) if not np.isfinite(view).all()), -1)
+
+    def batches(self, loader: Any) -> Iterator[Any]:
+        yield from super().batches(loader)
+        self.sync_buffers()
+
+    def sync_buffers(self) -> None:
+        """Make buffers equal: floating ones become the mean over ranks, weighted by the samples
+        each has seen since the last time; others those of rank 0. Call it before evaluating or
+        saving in the middle of an epoch."""
+        buffers = dict(self.model.named_buffers())  # by name, now: modules may replace them
+        if self.group.size == 1 or not buffers:
+            return
+        seen = self.total(self._seen)
+        for name, buffer in buffers.items():
+            if buffer._array.dtype.kind != "f" or not seen:
+                self.group.broadcast(buffer, 0, name)
+                continue
+            mine = buffer._array * (self._seen / seen) if self._seen else 0 * buffer._array
+            np.copyto(buffer._array, mine)
+            self.group.all_reduce(buffer, what=name)
+        self._seen = 0
+
+
+# -- Downpour --------------------------------------------------------------------------------------
+#
+# DistBelief's asynchronous SGD (Dean et al. 2012, algorithm 1). The parameters, as one vector, are
+# cut in slices; each server keeps one. A worker adds its gradients up and pushes the sum every
+# n_push steps, fetches the parameters every n_fetch steps and goes on by itself in between; servers
+# apply what comes in the order it comes. Nobody waits for a slow or dead worker; the price is that
+# gradients are stale: computed on parameters that have moved on since.
+#
+# Worker and server are machines without sockets: packets and ticks of a clock in, packets out. A
+# thin loop drives them over a transport; tests and simulators drive them directly.
+
+FINISHED = 2**64 - 1  # the clock of a worker that has done its last step
+
+
+class Packet(NamedTuple):
+    """A message between worker and server, in words."""
+
+    kind: str
+    peer: int  # to whom; for on_message: from whom
+    fields: tuple = ()
+    payload: Any = b""
+
+
+class ServerSGD:
+    """w <- w - lr * pushed"""
+
+    name = "sgd"
+
+    def __init__(self, lr: float) -> None:
+        self.settings = {"lr": float(lr)}
+
+    def apply(self, values: np.ndarray, pushed: np.ndarray) -> None:
+        values -= self.settings["lr"] * pushed
+
+
+class ServerAdagrad(ServerSGD):
+    """w <- w - lr * pushed / sqrt(sum of the squares of all pushed so far), for each element.
+    The paper has no epsilon in it: where nothing was ever pushed, 0 / 0 is no change."""
+
+    name = "adagrad"
+    squares: Any = 0.0
+
+    def apply(self, values: np.ndarray, pushed: np.ndarray) -> None:
+        self.squares = self.squares + pushed * pushed
+        root = np.sqrt(self.squares)
+        step = np.divide(pushed, root, out=np.zeros_like(pushed), where=root > 0)
+        super().apply(values, step)
+
+
+RULES = {rule.name: rule for rule in (ServerSGD, ServerAdagrad)}
+
+
+class ParameterServer:
+    """One slice of the parameters, and the rule that changes it.
+
+    - Rank 0 sends the initial values (INIT); whoever asks earlier waits for them.
+    - A PUSH is applied, then acknowledged (APPLIED). One that comes twice is acknowledged twice
+      and applied once: its id tells. One that is not finite is not applied, but counted.
+    - A PULL is answered (STATE) when it may: other ranks than 0 wait until `warm_start` pushes
+      are applied, and those that have finished wait for each other, but not for the lost. So all
+      end with the same parameters."""
+
+    def __init__(self, workers: int) -> None:
+        self.workers = set(range(workers))
+        self.values: Any = None
+        self.version = 0  # pushes applied
+        self.warm_start = 0.0
+        self.finished: set[int] = set()
+        self.lost: set[int] = set()
+        self.staleness: collections.Counter[int] = collections.Counter()
+        self.rejected = self.samples = 0
+        self._pulls: dict[int, int] = {}  # worker: its clock, of questions not answered yet
+        self._acknowledged: dict[tuple, Packet] = {}  # (worker, incarnation): its last APPLIED
+
+    @property
+    def done(self) -> bool:
+        """Every worker has finished or is lost, and nobody waits for an answer."""
+        return self.finished | self.lost >= self.workers and not self._pulls
+
+    def on_message(self, kind: str, peer: int, fields: tuple = (),
+                   payload: Any = b"") -> list[Packet]:
+        handle = {"INIT": self._on_init, "PUSH": self._on_push, "PULL": self._on_pull}[kind]
+        try:
+            return handle(peer, fields, payload) + self._answers()
+        except Refused as error:
+            code, text = error.args
+            return [Packet("REFUSED", peer, (code, f"{kind} of rank {peer}: {text}"))]
+
+    def on_lost(self, peer: int) -> list[Packet]:
+        """A worker died or left. What it pushed stays, and nobody waits for it any more."""
+        self.lost.add(peer)
+        self._pulls.pop(peer, None)
+        return self._answers()
+
+    def on_tick(self, now: float) -> list[Packet]:
+        return []  # a server only answers
+
+    def _on_init(self, peer: int, fields: tuple, payload: Any) -> list[Packet]:
+        dtype, start, stop, rule, settings = fields
+        if peer != 0:
+            raise Refused("UNEXPECTED", "only rank 0 sends the initial parameters")
+        if self.values is None:  # else it is an echo: the first counts
+            self.warm_start = settings.get("warm_start", 0.0)
+            try:
+                self.rule = RULES[rule](**{k: v for k, v in settings.items() if k != "warm_start"})
+            except (KeyError, TypeError):
+                raise Refused("UNEXPECTED", f"no rule {rule!r} with settings {settings}; there are "
+                                            f"{', '.join(RULES)}") from None
+            self.values, self.slice = np.frombuffer(payload, dtype).copy(), (start, stop, dtype)
+        return []
+
+    def _on_push(self, peer: int, fields: tuple, payload: Any) -> list[Packet]:
+        push_id, version, start, stop, samples, dtype = fields
+        if self.values is None:
+            raise Refused("NOT_READY", "rank 0 has not sent the parameters yet")
+        if (start, stop, dtype) != self.slice or memoryview(payload).nbytes != self.values.nbytes:
+            raise Refused("BAD_RANGE", f"it has {dtype} {start}..{stop}, this server has "
+                                       "{2} {0}..{1}".format(*self.slice))
+        process = peer, push_id >> 32
+        last = self._acknowledged.get(process)
+        if last is not None and push_id <= last.fields[0]:
+            # Seen before. The sender asks again only about its newest; older ones are echoes.
+            return [last] if push_id == last.fields[0] else []
+        pushed = np.frombuffer(payload, dtype)
+        accepted = bool(np.isfinite(pushed).all())
+        if accepted:
+            self.staleness[self.version - version] += 1
+            self.rule.apply(self.values, pushed)
+            self.version += 1
+            self.samples += samples
+        self.rejected += not accepted
+        self._acknowledged[process] = Packet("APPLIED", peer, (push_id, self.version, int(accepted)))
+        return [self._acknowledged[process]]
+
+    def _on_pull(self, peer: int, fields: tuple, payload: Any) -> list[Packet]:
+        self._pulls[peer] = fields[0]
+        if fields[0] == FINISHED:
+            self.finished.add(peer)
+        return []
+
+    def _answers(self) -> list[Packet]:
+        """STATE to everyone who has asked and may know by now."""
+        if self.values is None:
+            return []
+        gone = self.finished | self.lost
+        warm = self.version >= self.warm_start or 0 in gone
+        ready = {peer: clock for peer, clock in self._pulls.items()
+                 if (gone >= self.workers if clock == FINISHED else warm or peer == 0)}
+        for peer in ready:
+            del self._pulls[peer]
+        start, stop, dtype = self.slice
+        return [Packet("STATE", peer, (clock, self.version, start, stop, dtype), self.values.copy())
+                for peer, clock in ready.items()]
+
+
+class Refused(Exception):
+    """A server's reason not to do what a message asks: code and text."""
+
+
+class DownpourWorker:
+    """The worker's side of algorithm 1.
+
+    `parameters` is the flat vector, shared with the model; `servers` says which node keeps which
+    range of it. What a server does not answer is sent again, so that an update is neither lost nor
+    counted twice even over a network that does both to messages."""
+
+    def __init__(self, rank: int, parameters: np.ndarray, servers: dict[int, tuple[int, int]],
+                 n_push: int = 1, n_fetch: int = 1, incarnation: int = 0) -> None:
+        self.rank, self.parameters, self.servers = rank, parameters, servers
+        self.n_push, self.n_fetch = n_push, n_fetch
+        self.accrued = np.zeros_like(parameters)
+        self.samples = 0  # whose gradients are in `accrued`
+        self.clock = 0  # steps done
+        self.push_id = incarnation << 32  # so that a restarted process repeats no id
+        self.versions = dict.fromkeys(servers, 0)  # of the parameters we compute with
+        self.staleness: collections.Counter[int] = collections.Counter()
+        self.rejected = 0
+        self._finishing = False
+        self._unanswered: dict[tuple[int, str], Packet] = {}
+        self._ticks: dict[tuple[int, str], int] = {}  # that an answer has been waited for
+
+    def waits_for(self, *kinds: str) -> bool:
+        """Is a packet of such a kind unanswered?"""
+        return any(kind in kinds for _, kind in self._unanswered)
+
+    def on_start(self, rule: ServerSGD, warm_start: int = 0) -> list[Packet]:
+        """Ask for the parameters; rank 0 says first what they are and how they shall change."""
+        settings = {**rule.settings, "warm_start": float(warm_start)}
+        packets = [Packet("INIT", node, (self.parameters.dtype.name, start, stop, rule.name,
+                                         settings), self.parameters[start:stop].copy())
+                   for node, (start, stop) in self.servers.items() if self.rank == 0]
+        return self._asking(packets) + self._pull(self.clock)
+
+    def on_step(self) -> list[Packet]:
+        """A step begins: fetch when it is time. This forgets local steps whose gradients are not
+        pushed yet, as the paper has it."""
+        return self._pull(self.clock) if self.clock % self.n_fetch == 0 else []
+
+    def on_gradient(self, gradient: np.ndarray, samples: int) -> list[Packet]:
+        """Add it to what is accrued; push that when it is time."""
+        self.accrued += gradient
+        self.samples += samples
+        due = self.clock % self.n_push == 0  # as in the paper: also after the very first step
+        self.clock += 1
+        return self._push() if due else []
+
+    def on_finish(self) -> list[Packet]:
+        """Push what is left, and when that is applied ask for what all end with."""
+        self._finishing = True
+        return (self._push() if self.samples else []) + self._last_pull()
+
+    def on_message(self, kind: str, peer: int, fields: tuple = (),
+                   payload: Any = b"") -> list[Packet]:
+        if kind == "REFUSED":
+            raise RuntimeError(f"rank {self.rank}: server node {peer} refused: {fields[1]} "
+                               f"[{fields[0]}]")
+        asked = {"APPLIED": "PUSH", "STATE": "PULL"}[kind]
+        question = self._unanswered.get((peer, asked))
+        if question is None or question.fields[0] != fields[0]:  # push id, or clock
+            return []  # an echo
+        del self._unanswered[peer, asked]
+        if kind == "STATE":
+            self._unanswered.pop((peer, "INIT"), None)
+            _, self.versions[peer], start, stop, _ = fields
+            self.parameters[start:stop] = np.frombuffer(payload, self.parameters.dtype)
+        elif fields[2]:
+            self.staleness[fields[1] - 1 - question.fields[1]] += 1
+        else:
+            self.rejected += 1
+        return self._last_pull()
+
+    def on_tick(self, now: float) -> list[Packet]:
+        """Send again what has waited 2, 4, 8, ... ticks."""
+        again = []
+        for key, packet in self._unanswered.items():
+            ticks = self._ticks[key] = self._ticks[key] + 1
+            if ticks > 1 and ticks & (ticks - 1) == 0:
+                again.append(packet)
+        return again
+
+    def _push(self) -> list[Packet]:
+        if self.waits_for("PUSH"):
+            raise RuntimeError("one push at a time: the last one is not acknowledged yet")
+        self.push_id += 1
+        pushed, self.accrued = self.accrued, np.zeros_like(self.accrued)
+        samples, self.samples = self.samples, 0
+        return self._asking([Packet("PUSH", node, (self.push_id, self.versions[node], start, stop,
+                                                   samples, pushed.dtype.name), pushed[start:stop])
+                             for node, (start, stop) in self.servers.items()])
+
+    def _pull(self, clock: int) -> list[Packet]:
+        return self._asking([Packet("PULL", node, (clock, start, stop))
+                             for node, (start, stop) in self.servers.items()])
+
+    def _last_pull(self) -> list[Packet]:
+        if not self._finishing or self.waits_for("PUSH"):
+            return []
+        self._finishing = False
+        return self._pull(FINISHED)
+
+    def _asking(self, packets: list[Packet]) -> list[Packet]:
+        for packet in packets:
+            self._unanswered[packet.peer, packet.kind] = packet
+            self._ticks[packet.peer, packet.kind] = 0
+        return packets
+
+
+class Downpour(Strategy):
+    """Asynchronous training with parameter servers (algorithm 1 of DistBelief).
+
+    `optimizer` makes the worker's own steps between fetches. What a push does to the shared
+    parameters is the servers' `rule`: ServerSGD (the default, with the optimizer's lr) or
+    ServerAdagrad, for which the paper advises a rate ten times as large. With `warm_start=n`
+    rank 0 trains alone until the servers have applied n pushes.
+
+    Each push is a step of its own: n workers go up to n times the learning rate, on parameters
+    some versions old; `staleness` counts how many. Buffers stay each worker's own."""
+
+    lockstep = False
+    tick = 5.0  # seconds without news after which the worker looks what to send again
+
+    def __init__(self, model: Any, optimizer: Any, n_push: int = 1, n_fetch: int = 1,
+                 rule: ServerSGD | None = None, warm_start: int = 0,
+                 group: ProcessGroup | None = None) -> None:
+        super().__init__(model, optimizer, group)
+        if n_push < 1 or n_fetch < 1:
+            raise ValueError(f"n_push={n_push}, n_fetch={n_fetch}: both count steps, from 1")
+        rates = sorted({float(g["lr"]) for g in optimizer.param_groups})
+        if rule is None and len(rates) > 1:
+            raise ValueError(f"the optimizer has learning rates {rates}: say which rule the "
+                             "servers follow, for example rule=ServerSGD(lr=0.1)")
+        trainable = {name: x for name, x in self.parameters.items() if x.requires_grad}
+        dtypes = sorted({x.dtype.name for x in trainable.values()})
+        if len(dtypes) != 1:
+            raise TypeError("Downpour keeps all trainable parameters in one vector: they must have "
+                            f"one dtype, found {dtypes}")
+        self._weights, self._gradient = FlatVector(trainable), FlatVector(trainable)
+        for x, view in zip(self._weights.tensors, self._weights.views):
+            np.copyto(view, x._array)
+            x._array = view  # from now on the model lives in the vector
+        transport, workers = self.group.transport, self.group.size
+        if transport is not None and transport.size == workers:
+            raise RuntimeError(f"rank {self.group.rank}: Downpour needs parameter servers: launch "
+                               "with --servers 1 or more")
+        self._wire = InProcess() if transport is None else transports().training.Wire(transport)
+        nodes = range(workers, self._wire.size)
+        slices = {node: share_of(len(self._weights.data), i, len(nodes))
+                  for i, node in enumerate(nodes)}
+        self._worker = DownpourWorker(self.group.rank, self._weights.data, slices, n_push, n_fetch,
+                                      getattr(transport, "incarnation", 0))
+        self.staleness = self._worker.staleness  # pushes that met parameters so much newer
+        self._send(self._worker.on_start(rule or ServerSGD(rates[0]), warm_start))
+        self._until_answered("PULL")
+
+    @property
+    def rejected(self) -> int:
+        """How many pushes of this worker were not applied because they were not finite."""
+        return self._worker.rejected
+
+    def step(self) -> None:
+        for x, view in zip(self._gradient.tensors, self._gradient.views):
+            np.copyto(view, 0 if x.grad is None else x.grad._array)
+        self._until_answered("PUSH")  # so that one at most is under way, while we compute the next
+        self._send(self._worker.on_gradient(self._gradient.data, self.samples))
+        self.optimizer.step()
+        self._send(self._worker.on_step())  # of the next step: forward needs its parameters
+        self._until_answered("PULL")
+        self.steps += 1
+
+    def finish(self) -> None:
+        """Push what is left and end, together with all other workers, on the same parameters."""
+        self._until_answered("PUSH")
+        self._send(self._worker.on_finish())
+        self._until_answered("PUSH", "PULL")
+
+    def _send(self, packets: list[Packet]) -> None:
+        for packet in packets:
+            self._wire.send(packet)
+
+    def _until_answered(self, *kinds: str) -> None:
+        """The thin loop: carry packets to the machine until it has its answers."""
+        worker, waited = self._worker, 0.0
+        while worker.waits_for(*kinds):
+            try:
+                kind, peer, fields, payload = self._wire.recv(self.tick, f"step {self.steps}")
+            except TimeoutError:
+                waited += self.tick
+                self._send(worker.on_tick(waited))
+                continue
+            if kind not in ("GOODBYE", "LOST"):
+                self._send(worker.on_message(kind, peer, fields, payload))
+            elif peer in worker.servers:  # that another worker is gone stops nobody
+                raise RuntimeError(f"rank {self.group.rank}, step {self.steps}: parameter server "
+                                   f"node {peer} is gone {fields}")
+        for x in self._weights.tensors:
+            touch(x, "a fetch from the parameter servers")
+
+
+class InProcess:
+    """For a worker that is alone: its parameter server is an object of the same process."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.server, self.inbox = ParameterServer(1), collections.deque[Packet]()
+
+    def send(self, packet: Packet) -> None:
+        self.inbox.extend(self.server.on_message(packet.kind, 0, *packet[2:]))
+
+    def recv(self, timeout: float, doing: str) -> Packet:
+        return self.inbox.popleft()._replace(peer=1)
+
+
+def serve() -> None:
+    """The main program of a parameter server process; returns when all workers are through."""
+    training = transports().training
+    transport, config = training.join(None, "env://", None, -1, -1)
+    training.serve(transport, ParameterServer(config.workers))
+    transport.close()
+
+
+DISTRIBUTED = (  # minidist.distributed
+    "ReduceOp", "ProcessGroup", "init_process_group", "is_initialized", "destroy_process_group",
+    "get_rank", "get_world_size", "all_reduce", "broadcast", "all_gather", "reduce_scatter",
+    "barrier", "send", "recv", "Synchronous", "Downpour", "ServerSGD", "ServerAdagrad", "Strategy",
+)
 
 
 # =================================================================================================
@@ -4212,3 +5413,298 @@ autograd = namespace("autograd", named(grad, queue_callback))
 # =================================================================================================
 # 9 Command line
 # =================================================================================================
+#
+# `minidist train` is an example as much as a tool: it uses only what stands above. When it needs
+# more than one process, it has transports/launch.py start it once more in each.
+
+
+def mlp(shape: Sequence[int]) -> Module:
+    return Sequential(Flatten(), Linear(math.prod(shape), 256), ReLU(), Linear(256, 128), ReLU(),
+                      Linear(128, 10))
+
+
+def lenet(shape: Sequence[int]) -> Module:
+    """LeNet for images (channels, height, width); (1, 28, 28) in the original. Smaller ones get
+    kernels of 3x3 with a border, so that something is left of them."""
+    channels, *sides = shape
+    kernel, border = (5, 0) if min(sides) >= 28 else (3, 1)
+    for _ in range(2):
+        sides = [(side + 2 * border - kernel + 1) // 2 for side in sides]
+    return Sequential(
+        Conv2d(channels, 20, kernel, padding=border), MaxPool2d(2), Tanh(),
+        Conv2d(20, 50, kernel, padding=border), MaxPool2d(2), Tanh(),
+        Flatten(), Linear(50 * math.prod(sides), 500), ReLU(), Linear(500, 10),
+    )
+
+
+MODELS: dict[str, Callable] = {"mlp": mlp, "lenet": lenet}
+OPTIMIZERS: dict[str, tuple[type[Optimizer], float]] = {  # with learning rates to begin from
+    "sgd": (SGD, 0.2), "adam": (Adam, 1e-3), "adamw": (AdamW, 1e-3), "adagrad": (Adagrad, 1e-2),
+}
+RULES_OF_SERVERS = {"sgd": ServerSGD, "adagrad": ServerAdagrad}
+
+
+def shifted(images: np.ndarray, moves: np.ndarray) -> Tensor:
+    """Each image moved by its own (down, right), each -1, 0 or 1 pixel."""
+    low = images.min(initial=0)  # of the paper around the ink
+    framed = np.pad(images, ((0, 0), (0, 0), (1, 1), (1, 1)), constant_values=low)
+    views = np.lib.stride_tricks.sliding_window_view(framed, images.shape[2:], (2, 3))
+    return wrap(views[np.arange(len(images)), :, 1 - moves[:, 0], 1 - moves[:, 1]])
+
+
+def correct(model: Module, data: TensorDataset) -> int:
+    """How many of the samples the model gets right."""
+    model.eval()
+    with no_grad():
+        return sum(int((model(x).argmax(1) == y).sum()) for x, y in DataLoader(data, 256))
+
+
+def train(flags: argparse.Namespace) -> None:
+    """What every worker runs, and the whole program if there is one worker."""
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if size > 1:
+        init_process_group()
+    manual_seed(flags.seed)
+    data, test = load_dataset(flags.data, flags.data_dir)
+    (images, labels), mean, scale = data.tensors, data.tensors[0].mean(), data.tensors[0].std()
+    test = TensorDataset((test.tensors[0] - mean) / scale, test.tensors[1])
+    # A sample brings its number along, by which it finds its move: the same one however many
+    # workers share the work.
+    data = TensorDataset((images - mean) / scale, labels, arange(len(labels)))
+    loader = DataLoader(data, flags.batch_size, shuffle=True)
+    model = MODELS[flags.model](images.shape[1:])
+    optimizer = OPTIMIZERS[flags.optimizer][0](model.parameters(), **flags.options)
+    done, curve = 0, []
+    if flags.resume:
+        state = load(flags.resume)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        done, curve, loader.sampler.epoch = state["epochs"], state["curve"], state["epochs"]
+    downpour = flags.strategy == "downpour"
+    strategy: Any
+    if downpour:
+        rule = RULES_OF_SERVERS[flags.optimizer](flags.options["lr"])
+        strategy = Downpour(model, optimizer, flags.n_push, flags.n_fetch, rule)
+    else:
+        strategy = Synchronous(model, optimizer)
+
+    total, seconds = flags.epochs * len(loader), 0.0
+    bar = Progress(total, f"{flags.model} on {flags.data}", "steps", done * len(loader)) \
+        if rank == 0 else None
+    for epoch in range(done, flags.epochs):
+        start, losses = time.perf_counter(), []
+        model.train()
+        moves = np.random.default_rng([flags.seed, epoch]).integers(-1, 2, (len(data), 2))
+        for step, (x, y, number) in enumerate(strategy.batches(loader), epoch * len(loader)):
+            # The rate falls from its full height to 0 along a cosine.
+            rate = 0.5 * (1 + math.cos(math.pi * step / total))
+            loss = cross_entropy(model(shifted(x.numpy(), moves[number.numpy()])), y)
+            strategy.zero_grad()
+            if downpour:  # the servers' rate is fixed, so the gradient is scaled instead
+                (loss * rate).backward()
+            else:
+                optimizer.param_groups[0]["lr"] = flags.options["lr"] * rate
+                loss.backward()
+            strategy.step()
+            losses.append(loss.item())
+            if bar:
+                bar.advance(1, f"epoch {epoch + 1}, loss {losses[-1]:.3f}")
+        if epoch == flags.epochs - 1:
+            strategy.finish()
+        seconds += time.perf_counter() - start
+        if rank == 0:
+            curve.append([float(np.nanmean(losses)), correct(model, test) / len(test)])
+            if flags.save:
+                save({"model": model.state_dict(), "optimizer": optimizer.state_dict(),
+                      "epochs": epoch + 1, "curve": curve, "kind": [flags.model, flags.data]},
+                     flags.save)
+    stats = strategy.group.transport.stats if size > 1 else {}
+    counts = strategy.group.gather_flat(np.array([stats.get(name, 0) for name in (
+        "bytes_sent", "bytes_received", "retransmissions")]), "the statistics")
+    if bar:
+        bar.close()
+        report(flags, curve, len(test), (flags.epochs - done) * len(data), seconds, counts)
+    if size > 1:
+        destroy_process_group()
+
+
+def report(flags: argparse.Namespace, curve: list, tests: int, samples: int, seconds: float,
+           counts: np.ndarray) -> None:
+    right = round(curve[-1][1] * tests)
+    print(f"test accuracy {right / tests:.2%} ({right} of {tests})")
+    print(f"{samples / (seconds or 1):,.0f} samples/s, {seconds:.1f} s of training")
+    for rank, (sent, received, again) in enumerate(counts if len(counts) > 1 else ()):
+        print(f"rank {rank}: {sent / 1e6:,.1f} MB sent, {received / 1e6:,.1f} MB received, "
+              f"{again:,} retransmissions")
+    if flags.save:
+        print(f"model saved to {flags.save}")
+    if flags.plot:
+        from matplotlib.figure import Figure  # not pyplot: no window, no display needed
+
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        left = figure.subplots()
+        right_axis = left.twinx()
+        epochs = range(1, len(curve) + 1)
+        left.plot(epochs, [loss for loss, _ in curve], color="tab:blue")
+        right_axis.plot(epochs, [100 * share for _, share in curve], color="tab:orange")
+        left.set(xlabel="epoch", yscale="log")
+        left.set_ylabel("training loss", color="tab:blue")
+        right_axis.set_ylabel("right on the test images (%)", color="tab:orange")
+        left.set_title(f"{flags.model} on {flags.data}, {flags.strategy}, "
+                       f"{len(counts)} worker{'s'[:len(counts) > 1]}")
+        figure.savefig(flags.plot)
+        print(f"curve drawn to {flags.plot}")
+
+
+def prepared(flags: argparse.Namespace, workers: int) -> None:
+    """Completes the flags. Whatever can be wrong with them is found here, before work begins."""
+    if not 1 <= workers <= flags.batch_size:
+        raise ValueError(f"--batch-size {flags.batch_size} is that of all {workers} workers "
+                         "together: each needs one sample at least")
+    if flags.data is None:
+        try:
+            load_dataset("digits", flags.data_dir)
+            flags.data = "digits"
+        except ModuleNotFoundError as error:
+            print(f"no handwritten digits here, so the segments of a pocket calculator are "
+                  f"learned. For the digits: {error}", file=sys.stderr)
+            flags.data = "segments"
+    load_dataset(flags.data, flags.data_dir)  # downloads it, if need be
+    flags.options = {"lr": OPTIMIZERS[flags.optimizer][1] if flags.lr is None else flags.lr,
+                     "weight_decay": flags.weight_decay}
+    if flags.momentum:
+        if flags.optimizer != "sgd":
+            raise ValueError(f"--momentum belongs to --optimizer sgd, not {flags.optimizer}")
+        flags.options["momentum"] = flags.momentum
+    if flags.strategy == "downpour":
+        if flags.optimizer not in RULES_OF_SERVERS or flags.momentum or flags.weight_decay:
+            raise ValueError("with --strategy downpour the servers change the parameters; they "
+                             "know --optimizer sgd and adagrad, without momentum and decay")
+    elif flags.servers or flags.n_push > 1 or flags.n_fetch > 1:
+        raise ValueError("--servers, --n-push and --n-fetch belong to --strategy downpour")
+    if flags.plot and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install 'minidist[plot]'")
+    for path in filter(None, (flags.save, flags.plot)):
+        if not pathlib.Path(path).absolute().parent.is_dir():
+            raise ValueError(f"there is no folder to write {path} to")
+    if flags.resume:
+        state = load(flags.resume)
+        if not isinstance(state, dict) or "kind" not in state:
+            raise ValueError(f"{flags.resume} was not written by `minidist train --save`")
+        if state["kind"] != [flags.model, flags.data]:
+            model, data = state["kind"]
+            raise ValueError(f"{flags.resume} holds {model} on {data}: give --model {model} "
+                             f"--data {data}")
+        if state["epochs"] >= flags.epochs:
+            raise ValueError(f"{flags.resume} has {state['epochs']} epochs behind it; --epochs "
+                             f"{flags.epochs} counts these too, so nothing is left to do")
+
+
+HELP = """
+commands:
+  minidist train      train a small network on pictures, on one process or many
+  minidist launch     run your own script on many processes (torchrun's flags)
+  minidist data       list data sets, or fetch and describe those named
+
+examples:
+  minidist train --workers 2 --transport tcp --save lenet.safetensors --plot curve.png
+  minidist train --data fashion-mnist --epochs 3 --workers 2 --transport udp
+  minidist train --workers 3 --strategy downpour --servers 2
+  minidist launch --nproc-per-node 4 train.py --lr 0.1
+
+Without installation: `python minidist.py train`. Each command answers --help.
+"""
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "minidist", description=str(__doc__).splitlines()[0], epilog=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"minidist {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    command = commands.add_parser("train", help="train a small network",
+                                  formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = command.add_argument
+    add("--model", choices=MODELS, default="lenet", help="the network")
+    add("--data", help="digits, mnist, fashion-mnist, cifar10 or segments (default: digits)")
+    add("--data-dir", metavar="DIR", help="where the data set's files are; else they are searched "
+        "in $MINIDIST_DATA, /usr/share/datasets and your cache, and downloaded")
+    add("--workers", type=int, default=1, metavar="N", help="processes that share each batch")
+    add("--transport", default="tcp", help="how they are joined: pipe, tcp, udp")
+    add("--strategy", choices=["sync", "downpour"], default="sync", help="sync: all make each step "
+        "together; downpour: each at its own pace, through parameter servers")
+    add("--servers", type=int, metavar="K", help="parameter servers of downpour (default: 1)")
+    add("--n-push", type=int, default=1, metavar="N", help="steps from push to push")
+    add("--n-fetch", type=int, default=1, metavar="N", help="steps from fetch to fetch")
+    add("--epochs", type=int, default=40, help="passes over the training images")
+    add("--batch-size", type=int, default=64, metavar="N", help="of all workers together")
+    add("--optimizer", choices=OPTIMIZERS, default="sgd", help="the rule of a step")
+    add("--lr", type=float, help="learning rate at the start (default: depends on the optimizer)")
+    add("--momentum", type=float, default=0.0, help="of sgd")
+    add("--weight-decay", type=float, default=0.0, help="how much weights shrink by themselves")
+    add("--seed", type=int, default=0, help="the same seed, the same run")
+    add("--save", metavar="PATH", help="keep the model here, as safetensors, after each epoch")
+    add("--resume", metavar="PATH", help="go on from what --save kept")
+    add("--plot", metavar="PATH", help="draw the learning curve to this picture")
+    commands.add_parser("launch", help="run a script on many processes", add_help=False)
+    command = commands.add_parser("data", help="list or fetch data sets")
+    command.add_argument("names", nargs="*", metavar="NAME", help="fetch and describe these")
+    command.add_argument("--data-dir", metavar="DIR")
+    commands.add_parser("serve", help="a parameter server; started by the others")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["serve"]:
+        serve()
+        return 0
+    if argv[:1] == ["launch"]:
+        return companion("transports", "launch").main(argv[1:], this_command("serve"))
+    flags = arguments().parse_args(argv)
+    launched = "RANK" in os.environ  # by ourselves, `minidist launch`, torchrun, ...
+    try:
+        if flags.command == "data":
+            return describe(flags.names, flags.data_dir)
+        if flags.strategy == "downpour" and flags.servers is None:
+            flags.servers = int(flags.workers > 1)
+        workers = int(os.environ["WORLD_SIZE"]) if launched else flags.workers
+        prepared(flags, workers)
+        if workers > 1 and not launched:
+            launcher = companion("transports", "launch")
+            return launcher.run_and_tell(launcher.Job(
+                this_command(*argv, "--data", flags.data), flags.workers, flags.transport,
+                flags.servers or 0, this_command("serve")))
+    except (OSError, ValueError, ModuleNotFoundError) as error:
+        print(f"minidist {flags.command}: error: {error}", file=sys.stderr)
+        return 2
+    train(flags)
+    return 0
+
+
+def describe(names: Sequence[str], folder: str | None) -> int:
+    for name in names:
+        train, test = load_dataset(name, folder)
+        shape = " x ".join(map(str, train.tensors[0].shape[1:]))
+        print(f"{name}: {len(train):,} images of {shape} to learn from, {len(test):,} for the test")
+    if not names:
+        print("digits, mnist, fashion-mnist, cifar10; segments are made on the spot.\n"
+              "`minidist data NAME` fetches one, if it is nowhere yet, and describes it.")
+    return 0
+
+
+def this_command(*args: str) -> list[str]:
+    return [sys.executable, os.path.abspath(__file__), *args]
+
+
+def launch(fn: Callable, args: Sequence[Any] = (), workers: int = 2, transport: str = "tcp",
+           servers: int = 0, timeout: float | None = None) -> list[Any]:
+    """Call fn(*args) on new worker processes, from a notebook cell or a script; return what each
+    returned, by rank. Inside, `dist.init_process_group()` joins them. transports/remote.py says
+    what can travel: source text and plain data."""
+    return companion("transports", "launch").launch(
+        fn, args, workers, transport, servers, timeout, this_command("serve"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
