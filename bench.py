@@ -499,7 +499,7 @@ COMMANDS = {
          "sizes": (list(SIZES), ["1KB", "64KB"])}),
 }
 
-MEMBERS = {"train": train_member, "allreduce": allreduce_member}
+MEMBERS: dict[str, Callable[..., None]] = {"train": train_member, "allreduce": allreduce_member}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
