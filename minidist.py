@@ -4225,14 +4225,9 @@ class Progress:
 #
 # Several processes train one model. Each has its rank, 0 .. size-1, and a transport: something
 # that carries messages between any two of them, whole, in order and once, or says who was lost.
-# How it does that, over pipes, TCP or lossy UDP, is the business of the folder `transports/`.
-# What the messages mean is this section:
-#
-#   collectives   what all ranks do together: sum a tensor, pass one on, wait for each other
-#   Synchronous   every step uses the mean gradient of all ranks: one big batch, cut in shares
-#   Downpour      every worker goes at its own pace; parameter servers add up what they push
-#
-# A strategy stands in the optimizer's place, so the training loop stays what it was:
+# How it does that, over pipes, TCP or lossy UDP, is the business of the folder `transports/`; what
+# the messages mean is told here. First the collectives, what all ranks do together: sum a tensor,
+# pass one on, wait for each other. Then strategies, which stand in the optimizer's place:
 #
 #     train = dist.Synchronous(model, optim.SGD(model.parameters(), lr=0.1))
 #     for x, y in train.batches(loader):          # this rank's share of each batch
@@ -4240,6 +4235,9 @@ class Progress:
 #         loss(model(x), y).backward()
 #         train.step()
 #     train.finish()
+#
+# Synchronous: every step uses the mean gradient of all ranks, as one process with the whole batch
+# would. Downpour: every worker at its own pace, parameter servers add up what they push.
 
 
 @functools.cache
@@ -4286,7 +4284,7 @@ def power_below(size: int) -> int:
     return 1 << (size.bit_length() - 1)
 
 
-def tree_reduce(parts: Sequence[np.ndarray], op: ReduceOp) -> np.ndarray:
+def tree_reduce(parts: Any, op: ReduceOp) -> np.ndarray:
     """The definition: one array of each rank, in rank order, combined by the balanced tree."""
     core = power_below(len(parts))
     surplus = len(parts) - core
@@ -4345,9 +4343,7 @@ def all_reduce_schedule(rank: int, size: int, count: int, small: bool) -> Iterat
         yield Exchange(peer, theirs, peer, mine, combine=True)
         way_back.append(Exchange(peer, mine, peer, theirs))
         start, stop = mine
-    for peer, _, _, theirs, _ in reversed(way_back):
-        yield Exchange(peer, (start, stop), peer, theirs)
-        start, stop = min(start, theirs[0]), max(stop, theirs[1])
+    yield from reversed(way_back)
     if rank + core < size:
         yield Exchange(to=rank + core, send=everything)
 
@@ -4390,12 +4386,12 @@ class Call(NamedTuple):
     dtype: str
     root: int
     sequence: int  # the how-manieth collective of this group
-    count: int  # elements of the whole tensor
+    elements: int  # of the whole tensor
 
     def __str__(self) -> str:
         how = f"{self.reduce} of " if self.reduce != "none" else ""
         how = f"from rank {self.root}, " if self.op == "broadcast" else how
-        return f"{self.op} #{self.sequence} ({how}{self.count} {self.dtype})"
+        return f"{self.op} #{self.sequence} ({how}{self.elements} {self.dtype})"
 
 
 class ProcessGroup:
@@ -4635,17 +4631,6 @@ def on_default_group(method: Callable) -> Callable:
         return method(group, *args, **options)
 
     return function
-
-
-get_rank = on_default_group(ProcessGroup.get_rank)
-get_world_size = on_default_group(ProcessGroup.get_world_size)
-all_reduce = on_default_group(ProcessGroup.all_reduce)
-broadcast = on_default_group(ProcessGroup.broadcast)
-all_gather = on_default_group(ProcessGroup.all_gather)
-reduce_scatter = on_default_group(ProcessGroup.reduce_scatter)
-barrier = on_default_group(ProcessGroup.barrier)
-send = on_default_group(ProcessGroup.send)
-recv = on_default_group(ProcessGroup.recv)
 
 
 # -- strategies ------------------------------------------------------------------------------------
@@ -5319,11 +5304,12 @@ def serve() -> None:
     transport.close()
 
 
-DISTRIBUTED = (  # minidist.distributed
-    "ReduceOp", "ProcessGroup", "init_process_group", "is_initialized", "destroy_process_group",
+DISTRIBUTED = {name: on_default_group(getattr(ProcessGroup, name)) for name in (
     "get_rank", "get_world_size", "all_reduce", "broadcast", "all_gather", "reduce_scatter",
-    "barrier", "send", "recv", "Synchronous", "Downpour", "ServerSGD", "ServerAdagrad", "Strategy",
-)
+    "barrier", "send", "recv")}  # with those below: minidist.distributed
+DISTRIBUTED |= {x.__name__: x for x in (
+    ReduceOp, ProcessGroup, init_process_group, is_initialized, destroy_process_group, Strategy,
+    Synchronous, Downpour, ServerSGD, ServerAdagrad)}
 
 
 # =================================================================================================
@@ -5331,6 +5317,23 @@ DISTRIBUTED = (  # minidist.distributed
 # =================================================================================================
 #
 # `import minidist.nn as nn` works from one file: each namespace is a module made of names above.
+
+
+def tune() -> bool:
+    """Speed up this whole process; our command line and launcher call it, importing does not.
+
+    glibc gives freed blocks of more than a few hundred kilobytes back to the kernel and gets them
+    again, page by page, a moment later: for chains of large arrays five times the cost of the
+    arithmetic. From here on it keeps them. True where that worked (Linux with glibc)."""
+    import ctypes
+
+    trim_threshold, mmap_max, arena_max = -1, -4, -8  # mallopt's names for them, malloc.h
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+        return all(mallopt(option, value) for option, value in
+                   ((mmap_max, 0), (trim_threshold, 2**31 - 1), (arena_max, 1)))
+    except (OSError, AttributeError, TypeError):
+        return False
 
 
 class cuda:  # noqa: N801 - stands for torch.cuda, so that programs pass through
@@ -5408,6 +5411,7 @@ utils = namespace("utils", {})
 namespace("utils.data", classes(Dataset, SequentialSampler, BatchSampler, DataLoader)
           | named(random_split, default_collate))
 autograd = namespace("autograd", named(grad, queue_callback))
+distributed = namespace("distributed", DISTRIBUTED)
 
 
 # =================================================================================================
@@ -5656,6 +5660,7 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
+    tune()
     if argv[:1] == ["serve"]:
         serve()
         return 0
