@@ -4309,7 +4309,7 @@ def share_of(count: int, rank: int, size: int) -> tuple[int, int]:
 
 
 class Exchange(NamedTuple):
-    """Send elements [send) to one rank while taking [take) from another; None: from or to nobody."""
+    """Send elements [send) to one rank while taking [take) from another; None: nobody."""
 
     to: int | None = None
     send: tuple[int, int] = (0, 0)
@@ -4523,7 +4523,7 @@ class ProcessGroup:
         """Fill the tensor with one that rank src (None: any rank) sends; returns the sender."""
         if src is not None:
             self._check_rank(src)
-        self.transport.doing = f"recv from {'any rank' if src is None else f'rank {src}'}, tag {tag}"
+        self.transport.doing = f"recv from {'anyone' if src is None else f'rank {src}'}, tag {tag}"
         waiting = self._unclaimed
         while not (found := [m for m in waiting if m[2][0] == tag and src in (None, m[1])]):
             message = (self.transport.recv_any(channel=1) if src is None
@@ -5054,8 +5054,9 @@ class ParameterServer:
             self.version += 1
             self.samples += samples
         self.rejected += not accepted
-        self._acknowledged[process] = Packet("APPLIED", peer, (push_id, self.version, int(accepted)))
-        return [self._acknowledged[process]]
+        answer = Packet("APPLIED", peer, (push_id, self.version, int(accepted)))
+        self._acknowledged[process] = answer
+        return [answer]
 
     def _on_pull(self, peer: int, fields: tuple, payload: Any) -> list[Packet]:
         self._pulls[peer] = fields[0]
