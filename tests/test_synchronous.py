@@ -1,6 +1,4 @@
 """Synchronous: N ranks equal one process on the same batches; faults name rank and tensor."""
-import threading
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -51,18 +49,9 @@ class Net(nn.Module):
         return y
 
 
-SEEDING = threading.Lock()
-
-
-def seeded(seed, make):
-    """The ranks are threads here, and share the default generator."""
-    with SEEDING:
-        md.manual_seed(seed)
-        return make()
-
-
 def net(seed=0):
-    return seeded(seed, Net).to(np.float64)
+    md.manual_seed(seed)
+    return Net().to(np.float64)
 
 
 def samples(count=11):
@@ -397,7 +386,8 @@ def test_D29_shares_of_every_epoch_are_the_data_set(size, count, batch_size, shu
     def work(group):
         model = nn.Linear(1, 1)
         train = md.Synchronous(model, md.optim.SGD(model.parameters(), lr=0.1), group)
-        loader = seeded(3, lambda: md.utils.data.DataLoader(data, batch_size, shuffle))
+        md.manual_seed(3)
+        loader = md.utils.data.DataLoader(data, batch_size, shuffle)
         return [[int(i) for (x,) in train.batches(loader) for i in x.numpy()] for _ in range(2)]
     ranks = on_ranks(size, work)
     for epoch in range(2):
@@ -409,7 +399,8 @@ def test_D29_a_rank_that_is_one_epoch_off_is_found():
     def work(group):
         model = nn.Linear(3, 2)
         train = md.Synchronous(model, md.optim.SGD(model.parameters(), lr=0.1), group)
-        loader = seeded(1, lambda: loader_of(shuffle=True))
+        md.manual_seed(1)
+        loader = loader_of(shuffle=True)
         for _ in range(group.rank):
             list(loader)                            # rank 1 has been through it once
         next(train.batches(loader))
