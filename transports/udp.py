@@ -31,16 +31,16 @@ class UdpStream(Stream):
 
     def send(self, views: Sequence) -> int:
         connection, taken = self.connection, 0
-        if connection.state == OPENING:
-            connection.blocked = True
-            raise BlockingIOError
+        full = connection.state == OPENING
         for view in views:
-            count = connection.write(memoryview(view).cast("B"))
-            taken += count
-            if count < len(view):
+            if full:
                 break
+            if len(view):
+                count = connection.write(view)
+                taken += count
+                full = count < len(view)
         self.driver.turn(time.monotonic())
-        if not taken:
+        if full and not taken:
             raise BlockingIOError
         return taken
 
@@ -154,7 +154,7 @@ class UdpDriver(Driver):
                 size, extra, _, address = receive((buffer,), space)
                 segment = int.from_bytes(extra[0][2][:2], "little") if extra else 0
                 endpoint.receive(buffer[:size], address, now, segment)
-        except BlockingIOError:
+        except (BlockingIOError, ConnectionError):      # all read; or an ICMP message: no matter
             pass
         self.flush(now)
 
@@ -207,6 +207,7 @@ class UdpDriver(Driver):
             self.endpoint.accepted.clear()
             select.select([self.socket], [], [], limit - now if wait is None else wait)
         self.socket.close()
+        self.socket = None
 
 
 driver = UdpDriver
