@@ -4301,9 +4301,9 @@ class ReduceOp(enum.Enum):
 
     SUM, AVG, MIN, MAX, PRODUCT = "sum", "avg", "min", "max", "product"
 
-    def combine(self, left: np.ndarray, right: np.ndarray, out: Any = None) -> np.ndarray:
-        return {"min": np.minimum, "max": np.maximum, "product": np.multiply}.get(
-            self.value, np.add)(left, right, out=out)
+
+COMBINE = {ReduceOp.SUM: np.add, ReduceOp.AVG: np.add, ReduceOp.MIN: np.minimum,
+           ReduceOp.MAX: np.maximum, ReduceOp.PRODUCT: np.multiply}
 
 
 def power_below(size: int) -> int:
@@ -4311,13 +4311,13 @@ def power_below(size: int) -> int:
     return 1 << (size.bit_length() - 1)
 
 
-def tree_reduce(parts: Any, op: ReduceOp) -> np.ndarray:
+def tree_reduce(parts: Any, combine: Callable) -> np.ndarray:
     """The definition: one array of each rank, in rank order, combined by the balanced tree."""
     core = power_below(len(parts))
     surplus = len(parts) - core
-    parts = [op.combine(a, b) for a, b in zip(parts, parts[core:])] + list(parts[surplus:core])
+    parts = [combine(a, b) for a, b in zip(parts, parts[core:])] + list(parts[surplus:core])
     while len(parts) > 1:
-        parts = [op.combine(a, b) for a, b in zip(parts[::2], parts[1::2])]
+        parts = [combine(a, b) for a, b in zip(parts[::2], parts[1::2])]
     return parts[0]
 
 
@@ -4333,6 +4333,7 @@ def share_of(count: int, rank: int, size: int) -> tuple[int, int]:
 #
 # A collective is a schedule: which elements a rank sends to whom while it takes which from whom.
 # Schedules are integers and know no network, so they can be printed, checked and simulated.
+# (All take the same arguments, so that they can stand in one table.)
 
 
 class Exchange(NamedTuple):
@@ -4348,7 +4349,8 @@ class Exchange(NamedTuple):
 SMALL = 65536  # bytes: up to here all_reduce prefers few messages, above it few bytes
 
 
-def all_reduce_schedule(rank: int, size: int, count: int, small: bool) -> Iterator[Exchange]:
+def all_reduce_schedule(rank: int, size: int, count: int, root: int,
+                        small: bool) -> Iterator[Exchange]:
     """Small tensors: recursive doubling, log2(size) exchanges of everything. Large ones: each
     exchange halves the range that a rank is responsible for, and the same way back collects the
     finished pieces; so each element is sent about twice, however many ranks there are."""
@@ -4375,7 +4377,8 @@ def all_reduce_schedule(rank: int, size: int, count: int, small: bool) -> Iterat
         yield Exchange(to=rank + core, send=everything)
 
 
-def broadcast_schedule(rank: int, size: int, count: int, root: int) -> Iterator[Exchange]:
+def broadcast_schedule(rank: int, size: int, count: int, root: int,
+                       small: bool) -> Iterator[Exchange]:
     """A binomial tree: whoever has the tensor passes it on, so their number doubles each time."""
     place, distance = (rank - root) % size, 1  # the root stands at place 0
     while distance < size and not place & distance:
@@ -4388,37 +4391,46 @@ def broadcast_schedule(rank: int, size: int, count: int, root: int) -> Iterator[
             yield Exchange(to=(rank + distance) % size, send=(0, count))
 
 
-def all_gather_schedule(rank: int, size: int, count: int) -> Iterator[Exchange]:
+def all_gather_schedule(rank: int, size: int, count: int, root: int,
+                        small: bool) -> Iterator[Exchange]:
     """A ring: each rank passes on to its right what last came from its left."""
     for i in range(size - 1):
         send, take = (share_of(count, (rank - k) % size, size) for k in (i, i + 1))
         yield Exchange((rank + 1) % size, send, (rank - 1) % size, take)
 
 
-def reduce_scatter_schedule(rank: int, size: int, count: int) -> Iterator[Exchange]:
+def reduce_scatter_schedule(rank: int, size: int, count: int, root: int,
+                            small: bool) -> Iterator[Exchange]:
     """Everyone sends everyone their part; the receiver adds them up by the tree."""
     for i in range(1, size):
         to, source = (rank + i) % size, (rank - i) % size
         yield Exchange(to, share_of(count, to, size), source, share_of(count, source, size))
 
 
+SCHEDULES: dict[str, Callable] = {
+    "all_reduce": all_reduce_schedule, "barrier": all_reduce_schedule,  # of no elements
+    "broadcast": broadcast_schedule, "all_gather": all_gather_schedule,
+    "reduce_scatter": reduce_scatter_schedule,
+}
+
+
 # -- process groups --------------------------------------------------------------------------------
 
 
-class Call(NamedTuple):
-    """What every message of a collective says about it. Ranks must agree in all of this."""
+def call_text(op: str, reduce: str, dtype: str, root: int, sequence: int, count: int) -> str:
+    """A collective for people. Its messages carry all of this, and ranks must agree in it."""
+    how = f"from rank {root}, " if op == "broadcast" else "" if reduce == "none" else f"{reduce} of "
+    return f"{op} #{sequence} ({how}{count} {dtype})"
 
-    op: str
-    reduce: str
-    dtype: str
-    root: int
-    sequence: int  # the how-manieth collective of this group
-    elements: int  # of the whole tensor
 
-    def __str__(self) -> str:
-        how = f"{self.reduce} of " if self.reduce != "none" else ""
-        how = f"from rank {self.root}, " if self.op == "broadcast" else how
-        return f"{self.op} #{self.sequence} ({how}{self.elements} {self.dtype})"
+@functools.lru_cache(maxsize=4096)
+def planned(op: str, reduce: ReduceOp | None, dtype: np.dtype, root: int, count: int, rank: int,
+            size: int, small: bool) -> tuple:
+    """All that a call does not change. Training makes the same calls over and over."""
+    words = op, reduce.value if reduce else "none", dtype.name, root, 0, count
+    kind, head = transports().training.encode("COLLECTIVE", (*words, 0, 0))
+    steps = tuple(SCHEDULES[op](rank, size, count, root, small))
+    return steps, kind, head[:4], call_text(*words).partition("#0")[2]
 
 
 class ProcessGroup:
@@ -4442,83 +4454,75 @@ class ProcessGroup:
 
     def all_reduce(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, what: str = "") -> None:
         """Replace the tensor on every rank by the sum (mean, minimum, ...) over all ranks."""
-        with flat_view(tensor, "all_reduce") as x:
-            if op is ReduceOp.AVG and x.dtype.kind != "f":
-                raise TypeError(f"all_reduce: the average of {x.dtype} would be rounded: use "
-                                "ReduceOp.SUM and divide, or convert to a floating dtype first")
-            schedule = functools.partial(all_reduce_schedule, small=x.nbytes <= SMALL)
-            self._run("all_reduce", schedule, x, x, op, what=what)
-            if op is ReduceOp.AVG:
-                np.divide(x, self.size, out=x)
+        x = elements_of(tensor)
+        if op is ReduceOp.AVG and x.dtype.kind != "f":
+            raise TypeError(f"all_reduce: the average of {x.dtype} would be rounded: use "
+                            "ReduceOp.SUM and divide, or convert to a floating dtype first")
+        self._run("all_reduce", x, x, op, what=what)
+        if op is ReduceOp.AVG:
+            np.divide(x, self.size, out=x)
+        put_back(tensor, x, "all_reduce")
 
     def broadcast(self, tensor: Any, src: int = 0, what: str = "") -> None:
         """Replace the tensor on every rank by that of rank src."""
         self._check_rank(src)
-        with flat_view(tensor, "broadcast") as x:
-            schedule = functools.partial(broadcast_schedule, root=src)
-            self._run("broadcast", schedule, x, x, root=src, what=what)
+        x = elements_of(tensor)
+        self._run("broadcast", x, x, root=src, what=what)
+        put_back(tensor, x, "broadcast")
 
     def all_gather(self, tensor_list: Sequence[Any], tensor: Any, what: str = "") -> None:
         """Fill tensor_list[r] with the tensor of rank r, on every rank."""
         self._check_list("all_gather", tensor_list, tensor)
-        with flat_view(tensor) as x:
-            rows = np.empty((self.size, x.size), x.dtype)
-            rows[self.rank] = x
-        self._run("all_gather", all_gather_schedule, rows.reshape(-1), rows.reshape(-1), what=what)
+        rows = np.stack([elements_of(tensor)] * self.size)
+        self._run("all_gather", rows.reshape(-1), rows.reshape(-1), what=what)
         for row, place in zip(rows, tensor_list):
-            with flat_view(place, "all_gather") as x:
-                x[:] = row
+            put_back(place, row, "all_gather")
 
     def reduce_scatter(self, output: Any, input_list: Sequence[Any],
                        op: ReduceOp = ReduceOp.SUM) -> None:
         """Fill output with the sum over all ranks of their input_list[this rank]."""
         self._check_list("reduce_scatter", input_list, output)
-        parts = np.stack([to_array(x).reshape(-1) for x in input_list])
-        arrived = np.empty_like(parts)
-        arrived[self.rank] = parts[self.rank]
-        self._run("reduce_scatter", reduce_scatter_schedule, parts.reshape(-1),
-                  arrived.reshape(-1), op)
-        with flat_view(output, "reduce_scatter") as x:
-            x[:] = tree_reduce(arrived, op)
-            if op is ReduceOp.AVG:
-                np.divide(x, self.size, out=x)
+        parts = np.stack([elements_of(x) for x in input_list])
+        arrived = parts.copy()
+        self._run("reduce_scatter", parts.reshape(-1), arrived.reshape(-1), op)
+        x = tree_reduce(arrived, COMBINE[op])
+        put_back(output, x / x.dtype.type(self.size) if op is ReduceOp.AVG else x, "reduce_scatter")
 
     def barrier(self) -> None:
         """Return when all ranks have called it."""
         nothing = np.empty(0, np.uint8)
-        self._run("barrier", functools.partial(all_reduce_schedule, small=True), nothing, nothing,
-                  ReduceOp.SUM)
+        self._run("barrier", nothing, nothing, ReduceOp.SUM)
 
-    def _run(self, op: str, schedule: Callable, out: np.ndarray, into: np.ndarray,
-             reduce: ReduceOp | None = None, root: int = 0, what: str = "") -> None:
+    def _run(self, op: str, out: np.ndarray, into: np.ndarray, reduce: ReduceOp | None = None,
+             root: int = 0, what: str = "") -> None:
         """Carry out a schedule: send pieces of `out`, take or combine pieces into `into`."""
         if self.size == 1:
             return
         self.sequence += 1
-        call = Call(op, reduce.value if reduce else "none", into.dtype.name, root, self.sequence,
-                    into.size)
-        kind, (*head, _, _) = transports().training.encode("COLLECTIVE", (*call, 0, 0))
         transport = self.transport
-        transport.doing = f"{call} {what}" if what else str(call)
-        for to, send, source, take, combines in schedule(self.rank, self.size, into.size):
+        steps, kind, codes, detail = planned(op, reduce, into.dtype, root, into.size, self.rank,
+                                             self.size, into.nbytes <= SMALL)
+        head = *codes, self.sequence, into.size
+        transport.doing = f"{op} #{self.sequence}{detail} {what}"
+        for to, send, source, take, combines in steps:
             piece, place = out[send[0] : send[1]], into[take[0] : take[1]]
             if source is None:
-                transport.send(to, kind, (*head, *send), (piece,))
+                transport.send(to, kind, head + send, (piece,))
                 continue
             landing, merge, landed = place, None, None
             if combines:
                 landing = self._room_for(place)
-                merge = merger(place, landing, reduce, mine_first=self.rank < source)
+                merge = merger(place, landing, COMBINE[reduce], mine_first=self.rank < source)
                 if send[1] <= take[0] or take[1] <= send[0]:
                     landed = merge  # combine while the rest is in flight: what is being sent
                     #                 lies elsewhere and does not change under way
             if to is None:
                 message = transport.recv(source, into=landing)
             else:
-                message = transport.exchange(to, kind, (*head, *send), piece, source, landing,
+                message = transport.exchange(to, kind, head + send, piece, source, landing,
                                              landed=landed)
-            if message.kind != kind or message.fields[:-2] != tuple(head):
-                self._mismatch(call, message)
+            if message.kind != kind or message.fields[:-2] != head:
+                self._mismatch(f"{op} #{self.sequence}{detail}", message)
             if merge is not None:
                 merge(0, landing.nbytes)
         transport.doing = ""
@@ -4528,11 +4532,11 @@ class ProcessGroup:
             self._landing = np.empty(place.nbytes, np.uint8)
         return self._landing[: place.nbytes].view(place.dtype)
 
-    def _mismatch(self, call: Call, message: Any) -> None:
+    def _mismatch(self, call: str, message: Any) -> None:
         kind, peer, fields, _ = transports().training.decode(message)
         text = (f"rank {self.rank} called {call} but rank {peer} called "
-                f"{Call(*fields[:-2]) if kind == 'COLLECTIVE' else kind}: every rank must make "
-                "the same calls in the same order")
+                f"{call_text(*fields[:-2]) if kind == 'COLLECTIVE' else kind}: every rank must "
+                "make the same calls in the same order")
         self.transport.abort(text)  # so that the others hear of it too, instead of waiting
         raise transports().protocol.broken("MISMATCH", text)
 
@@ -4543,8 +4547,7 @@ class ProcessGroup:
             raise ValueError(f"rank {self.rank}: send to itself")
         array = to_array(tensor)
         kind, fields = transports().training.encode("TENSOR", (tag, array.dtype.name, array.shape))
-        with flat_view(array) as x:
-            self.transport.send(dst, kind, fields, (x,), channel=1)
+        self.transport.send(dst, kind, fields, (elements_of(array),), channel=1)
 
     def recv(self, tensor: Any, src: int | None = None, tag: int = 0) -> int:
         """Fill the tensor with one that rank src (None: any rank) sends; returns the sender."""
@@ -4563,8 +4566,7 @@ class ProcessGroup:
             raise ValueError(
                 f"rank {self.rank}: recv from rank {peer}, tag {tag}: it sent {dtype} of shape "
                 f"{tuple(shape)}, the tensor to fill is {place.dtype} of shape {place.shape}")
-        with flat_view(tensor, "recv") as x:
-            x[:] = np.frombuffer(payload, x.dtype)
+        put_back(tensor, np.frombuffer(payload, dtype), "recv")
         self.transport.doing = ""
         return peer
 
@@ -4580,7 +4582,7 @@ class ProcessGroup:
                              f"{shapes[0]}, one for each rank; found {shapes[1:]}")
 
 
-def merger(place: np.ndarray, arrived: np.ndarray, op: Any, mine_first: bool) -> Callable:
+def merger(place: np.ndarray, arrived: np.ndarray, combine: Any, mine_first: bool) -> Callable:
     """merge(start, stop) is called as the bytes start..stop of `arrived` come in, and combines
     their elements into `place`. The lower rank's operand stands on the left."""
     left, right = (place, arrived) if mine_first else (arrived, place)
@@ -4590,20 +4592,25 @@ def merger(place: np.ndarray, arrived: np.ndarray, op: Any, mine_first: bool) ->
         nonlocal done
         fresh = slice(done, stop // place.itemsize)
         done = fresh.stop
-        op.combine(left[fresh], right[fresh], out=place[fresh])
+        combine(left[fresh], right[fresh], out=place[fresh])
 
     return merge
 
 
-@contextlib.contextmanager
-def flat_view(tensor: Any, change: str = "") -> Iterator[np.ndarray]:
-    """The tensor's elements as one flat array; with `change`, the block may write into it."""
+def elements_of(tensor: Any) -> np.ndarray:
+    """The elements as one flat array: a view where the memory allows it, else a copy."""
     array = to_array(tensor)
-    flat = np.ascontiguousarray(array, array.dtype.newbyteorder("=")).reshape(-1)
-    yield flat
-    if change and not np.may_share_memory(flat, array):  # it was a copy: of a transposed array, say
-        array[...] = flat.reshape(array.shape)
-    if change and isinstance(tensor, Tensor):
+    if not (array.flags.c_contiguous and array.dtype.isnative):
+        array = np.array(array, array.dtype.newbyteorder("="), order="C")
+    return array.reshape(-1)
+
+
+def put_back(tensor: Any, elements: np.ndarray, change: str) -> None:
+    """Write them into the tensor, if they are not its own memory, and note that it changed."""
+    array = to_array(tensor)
+    if not np.may_share_memory(array, elements):
+        array[...] = elements.reshape(array.shape)
+    if isinstance(tensor, Tensor):
         touch(tensor, change)
 
 

@@ -363,9 +363,9 @@ def test_shares_are_disjoint_and_complete(size, count):
 def test_every_message_of_a_schedule_is_expected(size, count, small, data):
     """What one rank sends to another, the other takes, in the same order and of the same size."""
     root = data.draw(st.integers(0, size - 1))
-    for schedule in (lambda r: md.all_reduce_schedule(r, size, count, small),
-                     lambda r: md.broadcast_schedule(r, size, count, root),
-                     lambda r: md.all_gather_schedule(r, size, count)):
+    for schedule in (lambda r: md.all_reduce_schedule(r, size, count, 0, small),
+                     lambda r: md.broadcast_schedule(r, size, count, root, small),
+                     lambda r: md.all_gather_schedule(r, size, count, 0, small)):
         sent, taken = {}, {}
         for rank in range(size):
             for to, send, source, take, _ in schedule(rank):
@@ -377,6 +377,6 @@ def test_every_message_of_a_schedule_is_expected(size, count, small, data):
 
 
 def test_a_machine_of_256_ranks_needs_few_messages():
-    steps = list(md.all_reduce_schedule(5, 256, 10_000, small=False))
+    steps = list(md.all_reduce_schedule(5, 256, 10_000, root=0, small=False))
     assert len(steps) == 2 * 8
     assert sum(send[1] - send[0] for _, send, *_ in steps) <= 2 * 10_000
