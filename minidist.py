@@ -5189,6 +5189,13 @@ class DownpourWorker:
             self.rejected += 1
         return self._last_pull()
 
+    def on_lost(self, peer: int, reason: str = "it left") -> None:
+        """That another worker is gone stops nobody, nor a server that owes us nothing."""
+        owed = [kind for node, kind in self._unanswered if node == peer]
+        if owed:
+            raise RuntimeError(f"rank {self.rank}, step {self.clock}: server node {peer} is gone "
+                               f"and has not answered {' and '.join(owed)}: {reason}")
+
     def on_tick(self, now: float) -> list[Packet]:
         """Send again what has waited 2, 4, 8, ... ticks."""
         again = []
@@ -5307,11 +5314,10 @@ class Downpour(Strategy):
                 waited += self.tick
                 self._send(worker.on_tick(waited))
                 continue
-            if kind not in ("GOODBYE", "LOST"):
+            if kind in ("GOODBYE", "LOST"):
+                worker.on_lost(peer, *fields)
+            else:
                 self._send(worker.on_message(kind, peer, fields, payload))
-            elif peer in worker.servers:  # that another worker is gone stops nobody
-                raise RuntimeError(f"rank {self.group.rank}, step {self.steps}: parameter server "
-                                   f"node {peer} is gone {fields}")
         for x in self._weights.tensors:
             touch(x, "a fetch from the parameter servers")
 
