@@ -64,7 +64,8 @@ class Connection:
         self.watched: dict[int, int] = {}       # what poll looks for, by descriptor
         # Poll for room before writing (again); a new connection first comes up.
         self.blocked = stream.write_fd >= 0 and session.side == protocol.DIALER
-        self.opened = self.broken = False       # has been joined; can no longer be written
+        self.opened = False                     # was joined
+        self.broken = self.gone = False         # cannot be written any more; was let go
         self.unread = False                     # pump told of bytes that we have not read
         self.drain_until = math.inf             # a failed connection is read on so long, so
         #                                         that our ERROR arrives (close would reset it)
@@ -90,7 +91,7 @@ class Link:
 
     @property
     def open(self) -> bool:
-        return self.conn is not None and self.conn.session.state == protocol.OPEN
+        return self.conn is not None and self.conn.session.open
 
 
 class Post:
@@ -186,6 +187,8 @@ class StreamTransport(Transport):
                 if landed is not None and post.message is not None:
                     stop = post.message.got & (-1 if post.message.done else -64)
                     if stop > seen:
+                        if post.message.view is not post.view:      # it came early: see _take
+                            post.view[seen:stop] = post.message.view[seen:stop]
                         landed(seen, stop)
                         seen = stop
                 if not moved and not out.sent and there.open:
@@ -232,8 +235,7 @@ class StreamTransport(Transport):
                 for conn in list(self.connections):
                     conn.session.leave()
                     self._write(conn)
-                self._part(lambda: not any(c.session.state == protocol.OPEN
-                                           for c in self.connections), PARTING)
+                self._part(lambda: not any(conn.opened for conn in self.connections), PARTING)
         self._end()
 
     # ---- waiting -----------------------------------------------------------------
@@ -380,7 +382,7 @@ class StreamTransport(Transport):
     def _read(self, conn: Connection) -> bool:
         """Take what has arrived on a connection; False if nothing had."""
         session = conn.session
-        if session.paused:
+        if session.paused or conn.gone:
             return False
         try:
             count = conn.stream.recv_into(session.space())
@@ -404,7 +406,7 @@ class StreamTransport(Transport):
                     self._control(conn, message)
         except ProtocolError as error:
             self._broken(conn, error)
-        if conn.session.out:
+        if conn.session.out or conn.session.left:
             self._write(conn)
         if conn.session.paused:
             self._watch(conn)
@@ -416,7 +418,7 @@ class StreamTransport(Transport):
             if not conn.writing:                # a frame is out: which one is next?
                 if session.out:
                     conn.writing, conn.current = [session.out.popleft()], None
-                elif most and link is not None and link.out and session.state == protocol.OPEN:
+                elif most and link is not None and link.out and link.open:
                     conn.current = out = link.out[0]
                     conn.writing = out.frame(min(session.max_frame, CHUNK),
                                              self.config.generation, session.checksums)
@@ -437,13 +439,11 @@ class StreamTransport(Transport):
                 return True
             moved = True
             self.stats["bytes_sent"] += count
-            while count:
-                size = len(conn.writing[0])
-                if count < size:
-                    conn.writing[0] = memoryview(conn.writing[0])[count:]
-                    break
-                count -= size
+            while conn.writing and count >= len(conn.writing[0]):
+                count -= len(conn.writing[0])
                 del conn.writing[0]
+            if count:
+                conn.writing[0] = memoryview(conn.writing[0])[count:]
             if not conn.writing and conn.current is not None and conn.current.done:
                 conn.current.sent = True
                 link.out.popleft()              # type: ignore[union-attr]
@@ -457,7 +457,7 @@ class StreamTransport(Transport):
     def _watch(self, conn: Connection) -> None:
         """Tell poll what this connection waits for."""
         stream, wanted = conn.stream, {}
-        if stream.read_fd >= 0 and conn in self.connections:
+        if stream.read_fd >= 0 and not conn.gone:
             if not conn.session.paused:
                 wanted[stream.read_fd] = IN
             if conn.blocked and not conn.broken:
@@ -728,8 +728,9 @@ class StreamTransport(Transport):
 
     def _drop(self, conn: Connection, reason: str) -> None:
         """Let go of a connection."""
-        if conn not in self.connections:
+        if conn.gone:
             return
+        conn.gone = conn.broken = True
         self.connections.discard(conn)
         self._watch(conn)
         for fd in (conn.stream.read_fd, conn.stream.write_fd):

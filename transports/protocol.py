@@ -724,7 +724,14 @@ class Session:
 
     # -- control out
 
+    @property
+    def open(self) -> bool:
+        """May messages be sent?"""
+        return self.state == OPEN and not self.said_goodbye
+
     def _say(self, kind: int, values: Sequence = (), payload: bytes = b"") -> None:
+        if self.said_goodbye:                   # nothing follows a GOODBYE
+            return
         self.out.append(pack_frame(kind, values, payload, generation=self.config.generation,
                                    checksums=self.checksums))
 
@@ -741,13 +748,13 @@ class Session:
         self.state = CLOSED
 
     def leave(self) -> None:
-        if self.state == OPEN and not self.said_goodbye:
-            self.said_goodbye = True
+        if self.open:
             self._say(GOODBYE)
+            self.said_goodbye = True
 
     def tell(self, kind: int, values: Sequence, payload: bytes = b"") -> None:
         """ROSTER and DEPARTED, which node 0 sends."""
-        if self.state == OPEN:
+        if self.open:
             self._say(kind, values, payload)
 
     # -- time
