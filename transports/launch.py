@@ -141,23 +141,31 @@ def listen(job: Job) -> socket.socket | None:
     if job.machine != 0 or job.transport == "pipe":
         return None
     kind = socket.SOCK_DGRAM if job.transport == "udp" else socket.SOCK_STREAM
-    where = f"{job.master_addr}:{job.master_port}"
+    tried = []
     try:
-        family, _, _, _, address = socket.getaddrinfo(
-            job.master_addr, job.master_port, type=kind)[0]
-        sock = socket.socket(family, kind)
-        if kind == socket.SOCK_STREAM and os.name == "posix":
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        if kind == socket.SOCK_STREAM:
-            sock.listen(512)
+        addresses = socket.getaddrinfo(job.master_addr, job.master_port, type=kind)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise LaunchError(f"port {job.master_port} of {job.master_addr} is in use by another "
-                              "program (an earlier run?): give another --master-port, or leave "
-                              "it out and a free one is taken") from None
-        raise LaunchError(f"cannot listen at {where} ({error}): --master-addr must be an address "
-                          "of the machine with --node-rank 0") from None
+        raise LaunchError(f"--master-addr {job.master_addr}: {error}") from None
+    for family, _, _, _, address in addresses:
+        sock = socket.socket(family, kind)
+        try:
+            if kind == socket.SOCK_STREAM and os.name == "posix":
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+            if kind == socket.SOCK_STREAM:
+                sock.listen(512)
+            break
+        except OSError as error:
+            sock.close()
+            if error.errno == errno.EADDRINUSE:
+                raise LaunchError(
+                    f"port {job.master_port} of {job.master_addr} is in use by another program "
+                    "(an earlier run?): give another --master-port, or leave it out and a free "
+                    "one is taken") from None
+            tried.append(f"{address[0]} ({error.strerror})")
+    else:
+        raise LaunchError(f"cannot listen at {', '.join(tried)}: --master-addr must be an address "
+                          "of the machine with --node-rank 0")
     job.master_port = sock.getsockname()[1]
     if job.transport in ("tcp", "udp") and os.name == "posix":
         return sock
