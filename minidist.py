@@ -756,12 +756,12 @@ def grad(
     return tuple(results)
 
 
-class set_grad_enabled(contextlib.ContextDecorator):  # noqa: N801 - PyTorch's name
+class grad_mode:  # noqa: N801 - as the classes below
     """Record operations or not, inside a `with` block or a decorated function."""
 
     def __init__(self, mode: bool) -> None:
         self.mode = bool(mode)
-        self.before: list[bool] = []  # a stack, since a decorated function may call itself
+        self.before: list[bool] = []  # a stack: the same object may be entered again inside
 
     def __enter__(self) -> None:
         self.before.append(_grad_enabled.get())
@@ -770,26 +770,63 @@ class set_grad_enabled(contextlib.ContextDecorator):  # noqa: N801 - PyTorch's n
     def __exit__(self, *error: object) -> None:
         _grad_enabled.set(self.before.pop())
 
+    def __call__(self, function: Callable) -> Callable:
+        @functools.wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            with grad_mode(self.mode):
+                return function(*args, **options)
 
-class no_grad(set_grad_enabled):  # noqa: N801
+        @functools.wraps(function)
+        def generator(*args: Any, **options: Any) -> Any:
+            inner = function(*args, **options)
+            resume = functools.partial(inner.send, None)
+            while True:
+                try:
+                    with grad_mode(self.mode):  # while it runs, not while its caller does
+                        value = resume()
+                except StopIteration as stop:
+                    return stop.value
+                try:
+                    resume = functools.partial(inner.send, (yield value))
+                except BaseException as error:
+                    resume = functools.partial(inner.throw, error)
+
+        return generator if inspect.isgeneratorfunction(function) else call
+
+
+class set_grad_enabled(grad_mode):  # noqa: N801 - PyTorch's name
+    """grad_mode that holds from the moment it is made: also as a statement."""
+
+    def __init__(self, mode: bool) -> None:
+        super().__init__(mode)
+        super().__enter__()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __call__(self, function: Callable) -> Callable:
+        self.__exit__()
+        return super().__call__(function)
+
+
+class no_grad(grad_mode):  # noqa: N801
     """Do not record: for evaluation and for updates of parameters."""
 
-    def __init__(self, function: Callable | None = None) -> None:
-        super().__init__(False)
+    mode = False
 
     def __new__(cls, function: Callable | None = None) -> Any:
         made = super().__new__(cls)
-        if function is None:
-            return made
-        made.__init__()  # `@no_grad` without parentheses
-        return made(function)
+        made.before = []
+        return made if function is None else made(function)  # `@no_grad` without parentheses
+
+    def __init__(self, function: Callable | None = None) -> None:
+        pass
 
 
 class enable_grad(no_grad):  # noqa: N801
     """Record again inside a `no_grad` block."""
 
-    def __init__(self, function: Callable | None = None) -> None:
-        set_grad_enabled.__init__(self, True)
+    mode = True
 
 
 def is_grad_enabled() -> bool:
@@ -822,7 +859,7 @@ def refreshed(x: Tensor) -> Tensor:
     """x with its edge up to date: if its base was written to since, it is looked at anew."""
     view = x._view
     if view is not None and view.base._edge is not view.seen:
-        with set_grad_enabled(True):
+        with enable_grad():
             x._edge = follow(view.base, view.path)._edge
         view.seen = view.base._edge
     return x
@@ -1609,12 +1646,12 @@ def kept(shape: tuple[int, ...], axis: Any) -> tuple[int, ...]:
 
 
 @op(numpy=np.matmul, x=lambda g, y: g @ np.swapaxes(y, -1, -2), y=lambda g, x, y_shape:
-    flat(x).T @ flat(g) if len(y_shape) == 2 else np.swapaxes(x, -1, -2) @ g)
+    all_rows(x).T @ all_rows(g) if len(y_shape) == 2 else np.swapaxes(x, -1, -2) @ g)
 def _matmul(x, y):
     return np.matmul(x, y)
 
 
-def flat(x: Any) -> Any:
+def all_rows(x: Any) -> Any:
     """All rows of a batch of matrices as one matrix: one product then sums over the batch."""
     return x if x.ndim == 2 else np.reshape(x, (-1, x.shape[-1]))
 
@@ -4239,11 +4276,13 @@ class Progress:
             sys.stderr.write(f"\r{self.what}: {self.done:,} of {self.total:,} {self.unit} {note} ")
             sys.stderr.flush()
 
-    def close(self) -> None:
+    def close(self, *error: Any) -> None:
         if self.bar is not None:
             self.bar.close()
         else:
             sys.stderr.write("\n")
+
+    __enter__, __exit__ = (lambda self: self), close
 
 
 # =================================================================================================

@@ -684,7 +684,8 @@ def test_numpy_shares_memory_until_saved():
 CREATED = [
     lambda m: m.tensor([1, 2]), lambda m: m.tensor([1.0, 2]), lambda m: m.tensor([True, False]),
     lambda m: m.tensor(3), lambda m: m.tensor(3.5), lambda m: m.tensor([]),
-    lambda m: m.tensor([[]]), lambda m: m.tensor(np.ones(2)), lambda m: m.tensor(np.float64(2)), lambda m: m.tensor((1, 2.5)),
+    lambda m: m.tensor([[]]), lambda m: m.tensor(np.ones(2)), lambda m: m.tensor(np.float64(2)),
+    lambda m: m.tensor((1, 2.5)),
     lambda m: m.tensor([m.tensor(1.0), m.tensor(2.0)]), lambda m: m.tensor([1], dtype=m.float64),
     lambda m: m.as_tensor([1.5]), lambda m: m.as_tensor(np.ones(2)),
     lambda m: m.as_tensor(np.ones(2), dtype=m.float32), lambda m: m.Tensor([1, 2]).clone(),
