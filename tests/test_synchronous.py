@@ -1,4 +1,9 @@
 """Synchronous: N ranks equal one process on the same batches; faults name rank and tensor."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,6 +14,7 @@ from memory import cluster, run
 from minidist import nn
 
 mse = nn.functional.mse_loss
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def on_ranks(size, work):
@@ -164,6 +170,22 @@ def test_D13_gradients_are_weighted_by_samples(size, shares):
         expected.backward()
         assert abs(loss - expected.item()) < 1e-12
         np.testing.assert_allclose(gradient, model.weight.grad.numpy(), rtol=0, atol=1e-12)
+
+
+def test_the_nan_of_a_rank_without_samples_is_not_a_gradient():
+    """The mean loss of nothing is NaN, and so is its derivative by a factor of the loss."""
+    def work(group):
+        model = nn.Linear(3, 2).to(np.float64)
+        factor = model.factor = nn.Parameter(md.tensor(2.0, dtype=np.float64))
+        train = md.Synchronous(model, md.optim.SGD(model.parameters(), lr=0.1), group)
+        for x, y in train.batches(loader_of(batch_size=1, count=1)):
+            loss = mse(model(x), y) * factor
+            assert np.isnan(loss.item()) == (group.rank == 1)
+            loss.backward()
+            mean = train.mean(loss)
+        return factor.grad.item(), mean
+    results = on_ranks(2, work)
+    assert results[0] == results[1] and np.isfinite(results[0]).all()
 
 
 # ---- D15, D16: parameters that are missing, frozen, tied -------------------------
@@ -497,3 +519,58 @@ def test_alone_no_group_is_needed():
         train.step()
     train.finish()
     assert train.steps == 2 and train.total(5) == 5
+
+
+# ---- over real transports ---------------------------------------------------------
+
+PROGRAM = """
+import hashlib, sys
+import numpy as np
+import minidist as md
+from minidist import distributed as dist, nn
+
+dist.init_process_group()
+md.manual_seed(dist.get_rank())
+rng = np.random.default_rng(1)
+x, y = (md.tensor(rng.standard_normal((23, n)).astype(np.float32)) for n in (30, 5))
+md.manual_seed(1)
+data = md.utils.data.TensorDataset(x, y)
+loader = md.utils.data.DataLoader(data, batch_size=10, shuffle=True)
+# Of 26,000 parameters: above the size from which all_reduce halves.
+model = nn.Sequential(nn.Linear(30, 700), nn.Tanh(), nn.Linear(700, 5))
+optimizer = md.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+train = getattr(dist, sys.argv[1])(model, optimizer)
+for _ in range(3):
+    for a, b in train.batches(loader):
+        train.zero_grad()
+        nn.functional.mse_loss(model(a), b).backward()
+        train.step()
+train.finish()
+weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+print("weights", hashlib.sha256(weights).hexdigest())
+dist.destroy_process_group()
+"""
+
+
+def launched(tmp_path, strategy, transport, *flags):
+    """The fingerprint of the weights that each of three workers ends with."""
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    command = [sys.executable, str(ROOT / "minidist.py"), "launch", "--nproc-per-node", "3",
+               "--transport", transport, *flags, str(script), strategy]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    return [line.split()[-1] for line in done.stdout.splitlines() if "weights" in line]
+
+
+def test_the_same_bits_over_pipe_tcp_and_udp(tmp_path):
+    runs = [launched(tmp_path, "Synchronous", transport) for transport in ("pipe", "tcp", "udp")]
+    assert [len(run) for run in runs] == [3, 3, 3]
+    assert len({digest for run in runs for digest in run}) == 1
+
+
+@pytest.mark.parametrize("transport", ["pipe", "tcp", "udp"])
+def test_downpour_with_server_processes(tmp_path, transport):
+    digests = launched(tmp_path, "Downpour", transport, "--servers", "2")
+    assert len(digests) == 3 and len(set(digests)) == 1
