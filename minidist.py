@@ -4306,24 +4306,9 @@ class Progress:
 # would. Downpour: every worker at its own pace, parameter servers add up what they push.
 
 
-@functools.cache
 def transports() -> Any:
-    """The transports package: the folder beside this file, else the installed one. It is looked
-    for when it is needed, so that this file alone trains on one process."""
-    name = "minidist_transports"
-    folder = pathlib.Path(__file__).resolve().parent / "transports"
-    if name not in sys.modules and (folder / "__init__.py").exists():
-        spec: Any = importlib.util.spec_from_file_location(
-            name, folder / "__init__.py", submodule_search_locations=[str(folder)])
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    try:
-        importlib.import_module(name + ".training")
-    except ModuleNotFoundError as error:
-        raise error if error.name != name else ModuleNotFoundError(
-            "training on several processes needs the transports: copy the folder transports/ "
-            f"beside {__file__}, or `pip install minidist`") from None
-    return sys.modules[name]
+    """transports/training.py, loaded when it is needed: this file alone trains on one process."""
+    return companion("transports", "training")
 
 
 # -- what a sum over ranks is ----------------------------------------------------------------------
@@ -4458,7 +4443,7 @@ SCHEDULES: dict[str, Callable] = {
 
 def call_text(op: str, reduce: str, dtype: str, root: int, sequence: int, count: int) -> str:
     """A collective for people. Its messages carry all of this, and ranks must agree in it."""
-    how = f"from rank {root}, " if op == "broadcast" else "" if reduce == "none" else f"{reduce} of "
+    how = f"from rank {root}, " if op == "broadcast" else f"{reduce} of ".replace("none of ", "")
     return f"{op} #{sequence} ({how}{count} {dtype})"
 
 
@@ -4467,7 +4452,7 @@ def planned(op: str, reduce: ReduceOp | None, dtype: np.dtype, root: int, count:
             size: int, small: bool) -> tuple:
     """All that a call does not change. Training makes the same calls over and over."""
     words = op, reduce.value if reduce else "none", dtype.name, root, 0, count
-    kind, head = transports().training.encode("COLLECTIVE", (*words, 0, 0))
+    kind, head = transports().encode("COLLECTIVE", (*words, 0, 0))
     steps = tuple(SCHEDULES[op](rank, size, count, root, small))
     return steps, kind, head[:4], call_text(*words).partition("#0")[2]
 
@@ -4572,7 +4557,7 @@ class ProcessGroup:
         return self._landing[: place.nbytes].view(place.dtype)
 
     def _mismatch(self, call: str, message: Any) -> None:
-        kind, peer, fields, _ = transports().training.decode(message)
+        kind, peer, fields, _ = transports().decode(message)
         text = (f"rank {self.rank} called {call} but rank {peer} called "
                 f"{call_text(*fields[:-2]) if kind == 'COLLECTIVE' else kind}: every rank must "
                 "make the same calls in the same order")
@@ -4585,7 +4570,7 @@ class ProcessGroup:
         if dst == self.rank:
             raise ValueError(f"rank {self.rank}: send to itself")
         array = to_array(tensor)
-        kind, fields = transports().training.encode("TENSOR", (tag, array.dtype.name, array.shape))
+        kind, fields = transports().encode("TENSOR", (tag, array.dtype.name, array.shape))
         self.transport.send(dst, kind, fields, (elements_of(array),), channel=1)
 
     def recv(self, tensor: Any, src: int | None = None, tag: int = 0) -> int:
@@ -4597,7 +4582,7 @@ class ProcessGroup:
         while not (found := [m for m in waiting if m[2][0] == tag and src in (None, m[1])]):
             message = (self.transport.recv_any(channel=1) if src is None
                        else self.transport.recv(src, channel=1))
-            waiting += [m for m in [transports().training.decode(message)] if m[0] == "TENSOR"]
+            waiting += [m for m in [transports().decode(message)] if m[0] == "TENSOR"]
         waiting.remove(found[0])
         _, peer, (_, dtype, shape), payload = found[0]
         place = to_array(tensor)
@@ -4673,8 +4658,7 @@ def init_process_group(backend: Any = None, init_method: str = "env://", timeout
     if backend is not None and not isinstance(backend, str):
         group = ProcessGroup(backend, backend.size if world_size < 0 else world_size)
     elif rank >= 0 or "RANK" in os.environ:
-        transport, config = transports().training.join(backend, init_method, timeout, world_size,
-                                                       rank)
+        transport, config = transports().join(backend, init_method, timeout, world_size, rank)
         group = ProcessGroup(transport, config.workers)
     _default_group.set(group)
 
@@ -4917,10 +4901,11 @@ class Synchronous(Strategy):
         """This rank's part: vectors that are to be summed over all ranks."""
         self._lay_out()
         self._reduced = True
-        present = self._collect(self.samples, self.batch)
-        for flat in self._flats[:1]:
-            flags = np.zeros(self.group.size)
+        flags = np.zeros(self.group.size)
+        with np.errstate(all="ignore"):  # what is not finite is all ranks' business: see on_sum
+            present = self._collect(self.samples, self.batch)
             flags[self.group.rank] = 1 + self._first_not_finite()
+        for flat in self._flats[:1]:
             flat.tail[:] = np.concatenate([[self.samples, self.steps % 32], flags, present])
         return [flat.vector for flat in self._flats]
 
@@ -4990,8 +4975,7 @@ class Synchronous(Strategy):
             if buffer._array.dtype.kind != "f" or not seen:
                 self.group.broadcast(buffer, 0, name)
                 continue
-            mine = buffer._array * (self._seen / seen) if self._seen else 0 * buffer._array
-            np.copyto(buffer._array, mine)
+            np.copyto(buffer._array, buffer._array * (self._seen / seen) if self._seen else 0)
             self.group.all_reduce(buffer, what=name)
         self._seen = 0
 
@@ -5308,7 +5292,7 @@ class Downpour(Strategy):
         if transport is not None and transport.size == workers:
             raise RuntimeError(f"rank {self.group.rank}: Downpour needs parameter servers: launch "
                                "with --servers 1 or more")
-        self._wire = InProcess() if transport is None else transports().training.Wire(transport)
+        self._wire = InProcess() if transport is None else transports().Wire(transport)
         nodes = range(workers, self._wire.size)
         slices = {node: share_of(len(self._weights.data), i, len(nodes))
                   for i, node in enumerate(nodes)}
@@ -5378,9 +5362,8 @@ class InProcess:
 
 def serve() -> None:
     """The main program of a parameter server process; returns when all workers are through."""
-    training = transports().training
-    transport, config = training.join(None, "env://", None, -1, -1)
-    training.serve(transport, ParameterServer(config.workers))
+    transport, config = transports().join(None, "env://", None, -1, -1)
+    transports().serve(transport, ParameterServer(config.workers))
     transport.close()
 
 
