@@ -2990,6 +2990,9 @@ class Module:
         if remove_duplicate and self in memo:
             return
         memo.add(self)
+        for name, value in self.__dict__.items():
+            if name not in ("_parameters", "_modules"):  # a list may have been filled since
+                refuse_hidden(type(self).__name__, name, value)
         yield prefix, self
         for name, module in self._modules.items():
             if module is not None:
@@ -3148,10 +3151,13 @@ class LoadResult(tuple):
 
 def refuse_hidden(owner: str, name: str, value: Any) -> None:
     """Layers in a plain list or dict would be neither trained nor saved, without a word."""
-    items = value.values() if isinstance(value, dict) else value
-    if isinstance(value, (list, tuple, dict)) and any(
-        isinstance(item, (Module, Parameter)) for item in items
-    ):
+
+    def holds_layers(value: Any) -> bool:
+        if not isinstance(value, (list, tuple, dict)):
+            return isinstance(value, (Module, Parameter))
+        return any(map(holds_layers, value.values() if isinstance(value, dict) else value))
+
+    if not isinstance(value, (Module, Parameter)) and holds_layers(value):
         raise TypeError(
             f"{owner}.{name} is a {type(value).__name__} of modules or parameters, which would "
             "not be registered, trained or saved: use nn.ModuleList, nn.ModuleDict or "
@@ -3461,12 +3467,13 @@ class _BatchNorm(Module):
     dims: tuple[int, ...]
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1,
-                 affine: bool = True, track_running_stats: bool = True) -> None:
+                 affine: bool = True, track_running_stats: bool = True, *,
+                 bias: bool = True) -> None:
         super().__init__()
         self.num_features, self.eps, self.momentum = num_features, eps, momentum
         self.affine, self.track_running_stats = affine, track_running_stats
         self.weight = Parameter(ones(num_features)) if affine else None
-        self.bias = Parameter(zeros(num_features)) if affine else None
+        self.bias = Parameter(zeros(num_features)) if affine and bias else None
         track = track_running_stats
         self.register_buffer("running_mean", zeros(num_features) if track else None)
         self.register_buffer("running_var", ones(num_features) if track else None)
@@ -3487,7 +3494,8 @@ class _BatchNorm(Module):
 
     def extra_repr(self) -> str:
         return (f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, "
-                f"affine={self.affine}, track_running_stats={self.track_running_stats}")
+                f"affine={self.affine}, bias={self.bias is not None}, "
+                f"track_running_stats={self.track_running_stats}")
 
 
 class BatchNorm1d(_BatchNorm):
@@ -3513,7 +3521,7 @@ class LayerNorm(Module):
 
     def extra_repr(self) -> str:
         return (f"{self.normalized_shape}, eps={self.eps}, "
-                f"elementwise_affine={self.elementwise_affine}")
+                f"elementwise_affine={self.elementwise_affine}, bias={self.bias is not None}")
 
 
 class Embedding(Module):

@@ -1,6 +1,8 @@
 """Section 2 against PyTorch: every op, method and function; dtypes, indexing, views, NumPy."""
+import ast
 import itertools
 import math
+from pathlib import Path
 
 import hypothesis.extra.numpy as hnp
 import numpy as np
@@ -836,3 +838,15 @@ def test_operators_give_others_their_turn():
     assert (md.ones(2) == None) is False  # noqa: E711
     with pytest.raises(TypeError):
         md.ones(2) + "a"
+
+
+def test_no_name_of_the_file_is_defined_twice():
+    """In one file of many sections a second `flat` would silently take the place of the first."""
+    names = []
+    for node in ast.parse(Path(md.__file__).read_text()).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.append(node.name)
+        elif isinstance(node, ast.Assign):
+            names += [n.id for t in node.targets for n in ast.walk(t) if isinstance(n, ast.Name)
+                      and isinstance(n.ctx, ast.Store)]
+    assert len(names) == len(set(names)), {n for n in names if names.count(n) > 1}
