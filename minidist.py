@@ -4334,8 +4334,10 @@ class ReduceOp(enum.Enum):
     SUM, AVG, MIN, MAX, PRODUCT = "sum", "avg", "min", "max", "product"
 
 
-COMBINE = {ReduceOp.SUM: np.add, ReduceOp.AVG: np.add, ReduceOp.MIN: np.minimum,
-           ReduceOp.MAX: np.maximum, ReduceOp.PRODUCT: np.multiply}
+COMBINE: dict[Any, np.ufunc] = {
+    ReduceOp.SUM: np.add, ReduceOp.AVG: np.add, ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum, ReduceOp.PRODUCT: np.multiply,
+}
 
 
 def power_below(size: int) -> int:
@@ -4939,6 +4941,7 @@ class Synchronous(Strategy):
             np.divide(flat.data, self.batch, out=flat.data)
             for parameter, view in zip(flat.tensors, flat.views):
                 parameter.grad = wrap(view) if next(present) else None
+        self._held = dict.fromkeys(self._order, False)
 
     def _collect(self, weight: float, held_weight: float) -> list[bool]:
         """Into the flat vectors: weight * gradient, added to held_weight * what no_sync held.
@@ -4986,6 +4989,21 @@ class Synchronous(Strategy):
             np.copyto(buffer._array, buffer._array * (self._seen / seen) if self._seen else 0)
             self.group.all_reduce(buffer, what=name)
         self._seen = 0
+
+
+class DistributedDataParallel(Module):
+    """PyTorch's face of Synchronous: it wraps the model, and the optimizer stays as it was. Without
+    train.batches every rank counts the same, however many samples it has."""
+
+    def __init__(self, module: Module, device_ids: Any = None,
+                 process_group: ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.module = module
+        self._strategy = Synchronous(module, None, process_group)
+        self.no_sync = self._strategy.no_sync
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return self.module(*args, **options)
 
 
 # -- Downpour --------------------------------------------------------------------------------------
@@ -5069,8 +5087,10 @@ class ParameterServer:
 
     def on_message(self, kind: str, peer: int, fields: tuple = (),
                    payload: Any = b"") -> list[Packet]:
-        handle = {"INIT": self._on_init, "PUSH": self._on_push, "PULL": self._on_pull}[kind]
+        handle = {"INIT": self._on_init, "PUSH": self._on_push, "PULL": self._on_pull}.get(kind)
         try:
+            if handle is None:
+                raise Refused("UNEXPECTED", "a server takes INIT, PUSH and PULL")
             return handle(peer, fields, payload) + self._answers()
         except Refused as error:
             code, text = error.args
@@ -5090,13 +5110,15 @@ class ParameterServer:
         if peer != 0:
             raise Refused("UNEXPECTED", "only rank 0 sends the initial parameters")
         if self.values is None:  # else it is an echo: the first counts
-            self.warm_start = settings.get("warm_start", 0.0)
             try:
-                self.rule = RULES[rule](**{k: v for k, v in settings.items() if k != "warm_start"})
-            except (KeyError, TypeError):
-                raise Refused("UNEXPECTED", f"no rule {rule!r} with settings {settings}; there are "
-                                            f"{', '.join(RULES)}") from None
-            self.values, self.slice = np.frombuffer(payload, dtype).copy(), (start, stop, dtype)
+                values = np.frombuffer(payload, dtype).reshape(stop - start).copy()
+                options = {k: v for k, v in settings.items() if k != "warm_start"}
+                self.rule = RULES[rule](**options)
+            except (KeyError, TypeError, ValueError) as error:
+                raise Refused("UNEXPECTED", f"no start with {dtype} {start}..{stop} and rule {rule} "
+                              f"{settings} (rules: {', '.join(RULES)}): {error}") from None
+            self.warm_start = settings.get("warm_start", 0.0)
+            self.values, self.slice = values, (start, stop, dtype)
         return []
 
     def _on_push(self, peer: int, fields: tuple, payload: Any) -> list[Packet]:
@@ -5109,8 +5131,7 @@ class ParameterServer:
         process = peer, push_id >> 32
         last = self._acknowledged.get(process)
         if last is not None and push_id <= last.fields[0]:
-            # Seen before. The sender asks again only about its newest; older ones are echoes.
-            return [last] if push_id == last.fields[0] else []
+            return [last]  # seen before: the answer was lost, or this is an echo
         pushed = np.frombuffer(payload, dtype)
         accepted = bool(np.isfinite(pushed).all())
         if accepted:
@@ -5483,6 +5504,7 @@ namespace("utils.data", classes(Dataset, SequentialSampler, BatchSampler, DataLo
           | named(random_split, default_collate))
 autograd = namespace("autograd", named(grad, queue_callback))
 distributed = namespace("distributed", DISTRIBUTED)
+namespace("nn.parallel", named(DistributedDataParallel))
 
 
 # =================================================================================================

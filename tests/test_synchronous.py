@@ -510,6 +510,31 @@ def test_two_backward_passes_of_one_step_add_up():
     assert on_ranks(2, work) == [5.0, 5.0]
 
 
+def test_distributed_data_parallel_is_pytorchs_face_of_it():
+    x, y = samples(12)
+
+    def work(group):
+        model = nn.parallel.DistributedDataParallel(net(seed=group.rank), process_group=group)
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        mine = slice(4 * group.rank, 4 * group.rank + 4)
+        for _ in range(3):
+            optimizer.zero_grad()
+            with model.no_sync():
+                (mse(model(x[mine]), y[mine]) / 2).backward()
+            (mse(model(x[mine]), y[mine]) / 2).backward()
+            optimizer.step()
+        return weights(model.module), list(model.state_dict())
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        mse(model(x), y).backward()
+        optimizer.step()
+    for found, names in on_ranks(3, work):
+        assert_close(found, weights(model))
+        assert names == [f"module.{name}" for name in model.state_dict()]
+
+
 def test_alone_no_group_is_needed():
     model = nn.Linear(2, 1)
     train = md.Synchronous(model, md.optim.SGD(model.parameters(), lr=0.1))
