@@ -134,7 +134,9 @@ class StreamTransport(Transport):
         try:
             with self.lock:
                 self._join()
-        except BaseException:
+        except BaseException as error:
+            with self.lock:                     # those who joined shall know why it failed
+                self._give_up(ProtocolError(CODES["ABORTED"], str(error)))
             self._shut()
             raise
         self.stop = threading.Event()
@@ -225,13 +227,15 @@ class StreamTransport(Transport):
     def abort(self, reason: str) -> None:
         with self.lock:
             if not self.closed:
-                self._tell_all(broken("ABORTED", reason))
+                self._give_up(ProtocolError(CODES["ABORTED"], reason))
                 self._part(lambda: not self.connections, 1.0)
         self._end()
 
     def close(self) -> None:
         with self.lock:
             if not self.closed:
+                if self.failure is not None:    # that is no goodbye
+                    self._give_up(ProtocolError(CODES["ABORTED"], str(self.failure())))
                 for conn in list(self.connections):
                     conn.session.leave()
                     self._write(conn)
@@ -644,6 +648,14 @@ class StreamTransport(Transport):
             self._opened(conn, link, fields[1])
         elif kind == protocol.GOODBYE:
             self._lose(link, 0, "it said goodbye")
+        elif kind == protocol.DEPARTED:
+            gone = self.links.get(fields[0])
+            if gone is None or (fields[1] == 0 and gone.open):
+                return                          # its own goodbye comes behind its last message
+            # Node 0 decides who is in the job; about node 0, and where one loss ends
+            # all, anybody is believed: so the first death is named, not the second.
+            if 0 in (link.peer, gone.peer) or self.on_lost is None:
+                self._lose(gone, *fields[1:])
         elif link.peer != 0:
             raise broken("UNEXPECTED", f"{protocol.describe(kind, fields)} from node {link.peer}")
         elif kind == protocol.ROSTER:
@@ -651,10 +663,6 @@ class StreamTransport(Transport):
                 if member.node != self.node:
                     self.links[member.node].address = member.address
             self.ready = True
-        elif kind == protocol.DEPARTED and fields[0] in self.links:
-            gone = self.links[fields[0]]
-            if fields[1] or not gone.open:      # its own goodbye comes behind its last message
-                self._lose(gone, *fields[1:])
 
     def _decide(self, conn: Connection, node: int, role: int, incarnation: int,
                 address: str) -> None:
@@ -701,7 +709,8 @@ class StreamTransport(Transport):
     # ---- ends -----------------------------------------------------------------------------
 
     def _broken(self, conn: Connection, error: ProtocolError) -> None:
-        """A rule was broken on a connection; its session has an ERROR to send."""
+        """A rule was broken on a connection: its peer is told, and it ends."""
+        conn.session.fail(error)
         self._write(conn)
         if conn.opened and conn.link is not None:
             conn.drain_until = time.monotonic() + 1.0
@@ -755,7 +764,7 @@ class StreamTransport(Transport):
         if link.lost is not None:
             return
         link.lost = (code, reason)
-        if self.node == 0:                      # the coordinator tells all
+        if 0 in (self.node, link.peer) or (code and self.on_lost is None):
             for other in self.links.values():
                 if other.open and other is not link:
                     assert other.conn is not None
@@ -802,10 +811,11 @@ class StreamTransport(Transport):
         """Who waits for whom, for how long, in what."""
         title = self.config.title
         if not self.ready:
-            missing = [title(other.peer) for other in self.links.values() if not other.open]
-            text = (f"{self._title()} has waited {seconds:.0f} of "
-                    f"{self.config.start_timeout:g} s "
-                    f"for " + (", ".join(missing) or "the other nodes") + " to join")
+            # Only node 0 knows who is missing; the others wait for its roster.
+            missing = [title(other.peer) for other in self.links.values()
+                       if not other.open and 0 in (self.node, other.peer)]
+            text = (f"{self._title()} has waited {seconds:.0f} of {self.config.start_timeout:g} s "
+                    f"for {', '.join(missing) or 'the other nodes'} to join")
             for other in self.links.values():
                 text += "".join(f"; {place}: {why}" for place, why in other.failures.items())
             return text
@@ -850,6 +860,7 @@ class StreamTransport(Transport):
         """Rendezvous: all dial node 0, which answers with who is where."""
         config, now = self.config, time.monotonic()
         self._register(self.wake_read.fileno())
+        links = [self.links[peer] for peer in self.driver.connected]
         for peer, stream in self.driver.connected.items():
             session = Session(config, self.node > peer, now, incarnation=self.incarnation,
                               patience=config.start_timeout)
@@ -864,7 +875,9 @@ class StreamTransport(Transport):
             if self.node != 0:
                 self.links[0].address = join_address(host, port)
                 self._dial(self.links[0], now)
-        self._wait(lambda: self.ready, config.start_timeout, self.links.get(0), ())
+        # Streams that exist from the start all open now, others on first use.
+        self._wait(lambda: self.ready and all(link.open or link.lost for link in links),
+                   config.start_timeout, self.links.get(0), ())
 
     def _register(self, fd: int) -> None:
         for poll in self.polls:
