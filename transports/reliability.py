@@ -387,6 +387,8 @@ class Connection:
             if theirs.opens(data):                  # made by the key, for this very nonce
                 self._up(hello, (ours, theirs), now)
                 self._open()
+                if self.interval == 2 * RETRY_FIRST:        # asked once: this is the answer to it
+                    self.rtt.sample(now - (self.again - RETRY_FIRST), 0.0)
                 self.ping_due = True                # so that they see that we have the keys
                 return
             self.stats["dropped"] += 1
@@ -427,9 +429,8 @@ class Connection:
 
     def _dial(self, now: float) -> Iterator[list[bytes]]:
         if now >= self.limit:
-            dropped = self.stats["dropped"]
-            hint = f"; {dropped} datagrams failed authentication: have both sides the same key?"
-            self._end(now, CLOSED, wire.TIMED_OUT, "no answer" + hint * (dropped > 0))
+            self._end(now, CLOSED, wire.TIMED_OUT,
+                      "no answer: nobody listens there, or it has another key")
             return
         if now >= self.again:
             self.again, self.interval = now + self.interval, min(2 * self.interval, RETRY_LAST)
@@ -727,7 +728,8 @@ class Endpoint:
             connection = self.half[nonce] = Connection(self, address, now)
             ours, theirs = self.data_seals(nonce, connection.nonce)
             connection._up(hello, (theirs, ours), now)
-            connection.rtt.sample(max(age, GRANULARITY), 0.0)   # the cookie's round trip
+            if age < RETRY_FIRST:                   # the cookie's round trip; INIT went once
+                connection.rtt.sample(age, 0.0)
             connection.state, connection.limit = ACCEPTED, now + COOKIE_LIFE
             connection.accept = reply = theirs.close(wire.head(wire.ACCEPT, 0, their_id)
                                                      + connection._hello())
