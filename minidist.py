@@ -5018,6 +5018,7 @@ class DistributedDataParallel(Module):
 # thin loop drives them over a transport; tests and simulators drive them directly.
 
 FINISHED = 2**64 - 1  # the clock of a worker that has done its last step
+TICK = 5.0  # seconds without news after which a machine may look what to send again
 
 
 class Packet(NamedTuple):
@@ -5096,7 +5097,7 @@ class ParameterServer:
             code, text = error.args
             return [Packet("REFUSED", peer, (code, f"{kind} of rank {peer}: {text}"))]
 
-    def on_lost(self, peer: int) -> list[Packet]:
+    def on_lost(self, peer: int, why: tuple = ()) -> list[Packet]:
         """A worker died or left. What it pushed stays, and nobody waits for it any more."""
         self.lost.add(peer)
         self._pulls.pop(peer, None)
@@ -5115,8 +5116,8 @@ class ParameterServer:
                 options = {k: v for k, v in settings.items() if k != "warm_start"}
                 self.rule = RULES[rule](**options)
             except (KeyError, TypeError, ValueError) as error:
-                raise Refused("UNEXPECTED", f"no start with {dtype} {start}..{stop} and rule {rule} "
-                              f"{settings} (rules: {', '.join(RULES)}): {error}") from None
+                raise Refused("UNEXPECTED", f"no start with {dtype} {start}..{stop} and rule {rule}"
+                              f" {settings} (rules: {', '.join(RULES)}): {error}") from None
             self.warm_start = settings.get("warm_start", 0.0)
             self.values, self.slice = values, (start, stop, dtype)
         return []
@@ -5241,12 +5242,13 @@ class DownpourWorker:
             self.rejected += 1
         return self._last_pull()
 
-    def on_lost(self, peer: int, reason: str = "it left") -> None:
+    def on_lost(self, peer: int, why: tuple = ()) -> list[Packet]:
         """That another worker is gone stops nobody, nor a server that owes us nothing."""
         owed = [kind for node, kind in self._unanswered if node == peer]
         if owed:
             raise RuntimeError(f"rank {self.rank}, step {self.clock}: server node {peer} is gone "
-                               f"and has not answered {' and '.join(owed)}: {reason}")
+                               f"and has not answered {' and '.join(owed)} {why}")
+        return []
 
     def on_tick(self, now: float) -> list[Packet]:
         """Send again what has waited 2, 4, 8, ... ticks."""
@@ -5296,7 +5298,6 @@ class Downpour(Strategy):
     some versions old; `staleness` counts how many. Buffers stay each worker's own."""
 
     lockstep = False
-    tick = 5.0  # seconds without news after which the worker looks what to send again
 
     def __init__(self, model: Any, optimizer: Any, n_push: int = 1, n_fetch: int = 1,
                  rule: ServerSGD | None = None, warm_start: int = 0,
@@ -5328,7 +5329,7 @@ class Downpour(Strategy):
         self._worker = DownpourWorker(self.group.rank, self._weights.data, slices, n_push, n_fetch,
                                       getattr(transport, "incarnation", 0))
         self.staleness = self._worker.staleness  # pushes that met parameters so much newer
-        self._send(self._worker.on_start(rule or ServerSGD(rates[0]), warm_start))
+        self._wire.send(self._worker.on_start(rule or ServerSGD(rates[0]), warm_start))
         self._until_answered("PULL")
 
     @property
@@ -5340,38 +5341,38 @@ class Downpour(Strategy):
         for x, view in zip(self._gradient.tensors, self._gradient.views):
             np.copyto(view, 0 if x.grad is None else x.grad._array)
         self._until_answered("PUSH")  # so that one at most is under way, while we compute the next
-        self._send(self._worker.on_gradient(self._gradient.data, self.samples))
+        self._wire.send(self._worker.on_gradient(self._gradient.data, self.samples))
         self.optimizer.step()
-        self._send(self._worker.on_step())  # of the next step: forward needs its parameters
+        self._wire.send(self._worker.on_step())  # of the next step: forward needs its parameters
         self._until_answered("PULL")
         self.steps += 1
 
     def finish(self) -> None:
         """Push what is left and end, together with all other workers, on the same parameters."""
         self._until_answered("PUSH")
-        self._send(self._worker.on_finish())
+        self._wire.send(self._worker.on_finish())
         self._until_answered("PUSH", "PULL")
 
-    def _send(self, packets: list[Packet]) -> None:
-        for packet in packets:
-            self._wire.send(packet)
-
     def _until_answered(self, *kinds: str) -> None:
-        """The thin loop: carry packets to the machine until it has its answers."""
-        worker, waited = self._worker, 0.0
-        while worker.waits_for(*kinds):
-            try:
-                kind, peer, fields, payload = self._wire.recv(self.tick, f"step {self.steps}")
-            except TimeoutError:
-                waited += self.tick
-                self._send(worker.on_tick(waited))
-                continue
-            if kind in ("GOODBYE", "LOST"):
-                worker.on_lost(peer, *fields)
-            else:
-                self._send(worker.on_message(kind, peer, fields, payload))
+        drive(self._worker, self._wire, lambda: not self._worker.waits_for(*kinds),
+              f"{' and '.join(kinds)} of step {self.steps}")
         for x in self._weights.tensors:
             touch(x, "a fetch from the parameter servers")
+
+
+def drive(machine: Any, wire: Any, done: Callable[[], bool], doing: str) -> None:
+    """The thin loop: carry packets and the ticks of a clock to a machine, and its answers away."""
+    waited = 0.0
+    while not done():
+        try:
+            packet = wire.recv(TICK, doing)
+        except TimeoutError:
+            waited += TICK
+            answers = machine.on_tick(waited)
+        else:
+            gone = packet[0] in ("GOODBYE", "LOST")
+            answers = machine.on_lost(*packet[1:3]) if gone else machine.on_message(*packet)
+        wire.send(answers)
 
 
 class InProcess:
@@ -5382,17 +5383,21 @@ class InProcess:
     def __init__(self) -> None:
         self.server, self.inbox = ParameterServer(1), collections.deque[Packet]()
 
-    def send(self, packet: Packet) -> None:
-        self.inbox.extend(self.server.on_message(packet.kind, 0, *packet[2:]))
+    def send(self, packets: list[Packet]) -> None:
+        for kind, _, fields, payload in packets:
+            self.inbox.extend(self.server.on_message(kind, 0, fields, payload))
 
     def recv(self, timeout: float, doing: str) -> Packet:
         return self.inbox.popleft()._replace(peer=1)
 
 
-def serve() -> None:
-    """The main program of a parameter server process; returns when all workers are through."""
-    transport, config = transports().join(None, "env://", None, -1, -1)
-    transports().serve(transport, ParameterServer(config.workers))
+def serve(transport: Any = None, server: Any = None) -> None:
+    """Be a parameter server, by default the one that the environment tells this process to be;
+    returns when all workers have finished or are lost."""
+    if transport is None:
+        transport, config = transports().join()
+        server = ParameterServer(config.workers)
+    drive(server, transports().Wire(transport), lambda: server.done, "serving")
     transport.close()
 
 
