@@ -411,6 +411,19 @@ def test_p20_every_first_grant_is_lost():
     assert len(lost) > 20
 
 
+def test_p20_a_lost_grant_is_sent_again():
+    """Even when what follows it is acknowledged, so that no probe is due."""
+    pair = Pair(window=1 << 16).open()
+    pair.b.reads = False
+    pair.a.write(noise(100_000))
+    pair.net.run(limit=pair.net.now + 1)
+    pair.back.faults = Faults(drop=frozenset([pair.back.count]), **LINK)
+    pair.b.reads = True
+    pair.b.host.wake()
+    pair.b.write(noise(5000))
+    assert pair.net.run(lambda: len(pair.b.got) == 100_000, pair.net.now + 5)
+
+
 def test_p20_a_reader_that_sleeps():
     pair = Pair(3, Faults(loss=0.3, delay=0.005), window=1 << 16).open()
     pair.b.reads = False
@@ -487,10 +500,12 @@ def test_p23_sizes_follow_the_path():
     pair = Pair(faults=Faults(mtu=1472, **LINK)).open()
     pair.deliver(noise(500_000))
     assert pair.a.connection.size == 1452
-    small = Pair(faults=Faults(mtu=1300, **LINK)).open()
+    small, told = Pair(faults=Faults(mtu=1300, delay=0.005)), []
+    small.a.connection.controller.on_lost = lambda *what: told.append(what)
     small.deliver(noise(500_000))
     assert small.a.connection.size == wire.BASE_SIZE
-    assert small.a.connection.controller.window > 10 * wire.BASE_SIZE, "a probe is no congestion"
+    assert small.a.endpoint.stats["datagrams_lost"] == reliability.SIZE_TRIES
+    assert not told, "a lost probe of the size is no congestion"
 
 
 def test_p23_a_path_that_shrinks():
