@@ -66,6 +66,7 @@ class Connection:
         self.blocked = stream.write_fd >= 0 and session.side == protocol.DIALER
         self.opened = False                     # was joined
         self.broken = self.gone = False         # cannot be written any more; was let go
+        self.trouble = ""                       # why it cannot be written
         self.unread = False                     # pump told of bytes that we have not read
         self.drain_until = math.inf             # a failed connection is read on so long, so
         #                                         that our ERROR arrives (close would reset it)
@@ -178,25 +179,31 @@ class StreamTransport(Transport):
             there.out.append(out)
             seen = 0
 
+            def tell() -> None:
+                """Tell the caller what has come, whoever read it."""
+                nonlocal seen
+                if landed is None or post.message is None:
+                    return
+                stop = post.message.got & (-1 if post.message.done else -64)
+                if stop > seen:
+                    if post.message.view is not post.view:      # it came before we asked
+                        post.view[seen:stop] = post.message.view[seen:stop]
+                    landed(seen, stop)
+                    seen = stop
+
             def step() -> bool:
                 """Send a frame when not too far ahead, read, send when idle."""
-                nonlocal seen
                 got = post.message.got if post.message else 0
                 moved = (not out.sent and out.at - got < AHEAD and there.open
                          and self._write(there.conn, 1))
                 if not post.done and here.open:
                     moved = self._read(here.conn) or moved
-                if landed is not None and post.message is not None:
-                    stop = post.message.got & (-1 if post.message.done else -64)
-                    if stop > seen:
-                        if post.message.view is not post.view:      # it came early: see _take
-                            post.view[seen:stop] = post.message.view[seen:stop]
-                        landed(seen, stop)
-                        seen = stop
+                tell()
                 if not moved and not out.sent and there.open:
                     moved = self._write(there.conn, 1)
                 return moved
             self._wait(lambda: out.sent and post.done, timeout, here, (out, post), step)
+            tell()
             self.stats["messages_sent"] += 1
             return self._take(here, channel, post)
 
@@ -397,7 +404,7 @@ class StreamTransport(Transport):
             self._drop(conn, error.strerror or str(error))
             return True
         if not count:
-            self._drop(conn, "connection closed")
+            self._drop(conn, conn.trouble or "connection closed")
             return True
         self.stats["bytes_received"] += count
         self._parsed(conn, lambda: session.received(count, time.monotonic()))
@@ -436,10 +443,10 @@ class StreamTransport(Transport):
                 break
             except OSError as error:
                 # What the peer said last (why it gave up) may still be unread.
-                conn.broken = True
+                conn.broken, conn.trouble = True, error.strerror or str(error)
                 while self._read(conn):
                     pass
-                self._drop(conn, error.strerror or str(error))
+                self._drop(conn, conn.trouble)
                 return True
             moved = True
             self.stats["bytes_sent"] += count
@@ -533,7 +540,8 @@ class StreamTransport(Transport):
             link.held -= message.total
             self.held -= message.total
             if post.view is not None:
-                post.view[:] = message.view
+                if message.total:               # (an empty view is read-only)
+                    post.view[:] = message.view
                 message.payload = post.into
             self._resume(link)
         self.stats["messages_received"] += 1
@@ -590,7 +598,7 @@ class StreamTransport(Transport):
         """Try the next place of a peer's address; after the last, start again later."""
         link.redial = math.inf
         if link.give_up == math.inf:
-            link.give_up = now + self.config.start_timeout
+            link.give_up = now + self.config.start_timeout + 1.0    # who waits gives up first
         try:
             if not link.places:
                 link.places = self.driver.resolve(link.address)

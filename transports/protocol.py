@@ -190,7 +190,7 @@ class Layout:
 # above it; 128 and up may be skipped by who does not know them.
 
 PROOF, JOIN, WELCOME, ROSTER, PING, PONG, DEPARTED, GOODBYE, ERROR = range(1, 10)
-COLLECTIVE, TENSOR, MANIFEST, INIT, PUSH, APPLIED, PULL, STATE, REFUSED, OPAQUE = range(32, 42)
+COLLECTIVE, TENSOR, INIT, PUSH, APPLIED, PULL, STATE, REFUSED, OPAQUE = range(32, 41)
 
 MESSAGES = {kind: Layout(name, fields) for kind, name, fields in [
     (PROOF, "PROOF", "proof:hash"),
@@ -205,7 +205,6 @@ MESSAGES = {kind: Layout(name, fields) for kind, name, fields in [
     (COLLECTIVE, "COLLECTIVE", "op:u8 reduce:u8 dtype:u8 root:u16 sequence:u32 "
                                "count:u64 start:u64 stop:u64"),
     (TENSOR, "TENSOR", "tag:u32 dtype:u8 shape:shape"),
-    (MANIFEST, "MANIFEST", "version:u32 hash:hash"),        # payload: pack_manifest
     (INIT, "INIT", "dtype:u8 start:u64 stop:u64 rule:text settings:numbers"),
     (PUSH, "PUSH", "push_id:u64 version:u64 start:u64 stop:u64 samples:u32 dtype:u8"),
     (APPLIED, "APPLIED", "push_id:u64 version:u64 accepted:u8"),
@@ -240,38 +239,6 @@ def describe(kind: int, fields: Sequence) -> str:
     shown = [f"{name}={words.get(name, {}).get(value, value)}"
              for name, value in zip(layout.names, fields, strict=False)]
     return f"{layout.name}({', '.join(shown)})"
-
-
-class Entry(NamedTuple):
-    """One tensor of the model, as all ranks must have it."""
-    name: str
-    dtype: int                  # a code of DTYPES
-    shape: tuple[int, ...]
-    requires_grad: bool
-
-
-def pack_manifest(entries: Sequence[Entry]) -> bytes:
-    """u32 count; for each: text name, u8 dtype, shape, u8 requires_grad. Its
-    SHA-256 is the hash in MANIFEST: equal models, equal bytes."""
-    return struct.pack(">I", len(entries)) + b"".join(
-        pack_text(e.name) + bytes([e.dtype]) + pack_shape(e.shape) + bytes([bool(e.requires_grad)])
-        for e in entries)
-
-
-def unpack_manifest(data: Any) -> list[Entry]:
-    cursor = Cursor(data)
-    (count,) = cursor.take(">I")
-    if count > len(data):       # an entry has at least 5 bytes: no list before its bytes
-        raise broken("BAD_FIELDS", f"a manifest of {count} tensors in {len(data)} bytes")
-    entries = []
-    for _ in range(count):
-        name, (dtype,), shape = cursor.text(), cursor.take(">B"), cursor.shape()
-        (grad,) = cursor.take(">B")
-        if dtype not in DTYPES or grad > 1:
-            raise broken("BAD_FIELDS", f"{name!r} has dtype code {dtype}, requires_grad {grad}")
-        entries.append(Entry(name, dtype, shape, bool(grad)))
-    cursor.end()
-    return entries
 
 
 class Member(NamedTuple):
