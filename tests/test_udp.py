@@ -12,7 +12,7 @@ import time
 import pytest
 
 import minidist_transports as mt
-from minidist_transports import reliability
+from minidist_transports import reliability, udp
 from minidist_transports.udp import UdpDriver
 from simnet import Faults, Path
 
@@ -164,6 +164,14 @@ def test_megabytes_both_ways_at_once(pair, segments, key):
     client.driver.segments = server.driver.segments = segments
     exchange(client, server, 6 << 20)
     assert client.driver.stats["datagrams_received"] > 1000
+
+
+def test_without_ancillary_data(pair, monkeypatch):
+    """As on Windows."""
+    monkeypatch.setattr(udp, "ANCILLARY", False)
+    client, server = pair()
+    exchange(client, server, 1 << 20)
+    assert not client.driver.segments
 
 
 def test_through_a_relay_that_loses_repeats_delays_and_damages(pair):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import select
 import socket
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from math import inf
@@ -19,7 +20,9 @@ from .reliability import CLOSE_LIMIT, OPENING, Connection, Endpoint, Train
 BUFFER = 4 << 20        # unpaced datagrams overrun the default one even on loopback
 LARGEST = 1 << 16       # bytes that one receive can give
 BATCH = 256             # receives in a row; then it is the timers' turn
+SPACE = 64              # for the one number that comes beside a train
 SOL_UDP, UDP_SEGMENT, UDP_GRO = 17, 103, 104
+ANCILLARY = hasattr(socket.socket, "recvmsg_into")      # not on Windows: then no trains
 MTU_DISCOVER = {        # never fragment; the machine finds out what the path carries
     socket.AF_INET: (socket.IPPROTO_IP, 10, 3), socket.AF_INET6: (socket.IPPROTO_IPV6, 23, 3)}
 
@@ -72,14 +75,14 @@ class UdpDriver(Driver):
         self.socket: socket.socket | None = None
         self.buffer = memoryview(bytearray(LARGEST))
         self.stuck: Train | None = None         # what the socket had no room for
-        self.segments = hasattr(socket, "CMSG_SPACE")
+        self.segments = ANCILLARY               # send trains, until the kernel refuses one
 
     def _open(self, sock: socket.socket) -> socket.socket:
         self.socket = sock
         sock.setblocking(False)
         for name in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, name, BUFFER)
-        for option in (MTU_DISCOVER.get(sock.family), (SOL_UDP, UDP_GRO, 1)):
+        for option in (MTU_DISCOVER.get(sock.family), (SOL_UDP, UDP_GRO, int(ANCILLARY))):
             try:
                 sock.setsockopt(*option)        # type: ignore[misc]
             except (OSError, TypeError):
@@ -147,13 +150,15 @@ class UdpDriver(Driver):
         """Take what arrived, and send what may go."""
         if self.socket is None:
             return
-        receive, buffer, endpoint = self.socket.recvmsg_into, self.buffer, self.endpoint
-        space = socket.CMSG_SPACE(4)
+        segment = 0
         try:
             for _ in range(BATCH):
-                size, extra, _, address = receive((buffer,), space)
-                segment = int.from_bytes(extra[0][2][:2], "little") if extra else 0
-                endpoint.receive(buffer[:size], address, now, segment)
+                if ANCILLARY:
+                    size, extra, _, address = self.socket.recvmsg_into((self.buffer,), SPACE)
+                    segment = int.from_bytes(extra[0][2][:2], sys.byteorder) if extra else 0
+                else:
+                    size, address = self.socket.recvfrom_into(self.buffer)
+                self.endpoint.receive(self.buffer[:size], address, now, segment)
         except (BlockingIOError, ConnectionError):      # all read; or an ICMP message: no matter
             pass
         self.flush(now)
@@ -174,8 +179,9 @@ class UdpDriver(Driver):
         sent = 0
         try:
             if self.segments and len(datagrams) > 1:
-                size = len(datagrams[0]).to_bytes(2, "little")
-                self.socket.sendmsg(datagrams, ((SOL_UDP, UDP_SEGMENT, size),), 0, address)
+                size = len(datagrams[0]).to_bytes(2, sys.byteorder)
+                self.socket.sendmsg(datagrams, ((SPACE = 64              # for the one number that comes beside a train
+SOL_UDP, UDP_SEGMENT, size),), 0, address)
                 return True
             for data in datagrams:
                 self.socket.sendto(data, address)
