@@ -180,8 +180,7 @@ class UdpDriver(Driver):
         try:
             if self.segments and len(datagrams) > 1:
                 size = len(datagrams[0]).to_bytes(2, sys.byteorder)
-                self.socket.sendmsg(datagrams, ((SPACE = 64              # for the one number that comes beside a train
-SOL_UDP, UDP_SEGMENT, size),), 0, address)
+                self.socket.sendmsg(datagrams, ((SOL_UDP, UDP_SEGMENT, size),), 0, address)
                 return True
             for data in datagrams:
                 self.socket.sendto(data, address)
