@@ -5,6 +5,7 @@ elsewhere, and when it refuses, they go one by one.
 """
 from __future__ import annotations
 
+import contextlib
 import errno
 import select
 import socket
@@ -75,18 +76,17 @@ class UdpDriver(Driver):
         self.socket: socket.socket | None = None
         self.buffer = memoryview(bytearray(LARGEST))
         self.stuck: Train | None = None         # what the socket had no room for
-        self.segments = ANCILLARY               # send trains, until the kernel refuses one
+        self.segments = ANCILLARY and sys.platform == "linux"   # send trains, until the kernel refuses one
 
     def _open(self, sock: socket.socket) -> socket.socket:
         self.socket = sock
         sock.setblocking(False)
         for name in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, name, BUFFER)
-        for option in (MTU_DISCOVER.get(sock.family), (SOL_UDP, UDP_GRO, int(ANCILLARY))):
-            try:
-                sock.setsockopt(*option)        # type: ignore[misc]
-            except (OSError, TypeError):
-                pass                            # not Linux: it works without
+        if sys.platform == "linux":             # these are its numbers
+            for option in (MTU_DISCOVER[sock.family], (SOL_UDP, UDP_GRO, int(ANCILLARY))):
+                with contextlib.suppress(OSError):      # an old kernel: it works without
+                    sock.setsockopt(*option)
         return sock
 
     def listen(self, host: str, port: int) -> str:
