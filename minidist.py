@@ -158,7 +158,7 @@ class Tensor:
 
     @property
     def requires_grad(self) -> bool:
-        return self._leaf or self._edge is not None
+        return edge_of(self) is not None
 
     @requires_grad.setter
     def requires_grad(self, wanted: bool) -> None:
@@ -178,7 +178,7 @@ class Tensor:
 
     @property
     def is_leaf(self) -> bool:
-        return self._edge is None
+        return refreshed(self)._edge is None
 
     @property
     def grad_fn(self) -> Node | None:
@@ -610,6 +610,8 @@ def run_backward(
                 if accumulate and (targets is None or node in targets):
                     accumulate_grad(node, gradient, owned=node in ours and not node._hooks)
                 continue
+            if wanted is not None and wanted.isdisjoint(node.edges):
+                continue  # no input lies behind it; what it saved stays for a later pass
             values = node.values(as_tensors=create_graph)
             for position, derivative, names in node.steps:
                 edge = node.edges[position]
@@ -874,7 +876,7 @@ def write(x: Tensor, value: Tensor, change: str) -> Tensor:
     """Put value's elements into x's memory and move x's place in the graph to value's."""
     base = x._view.base if x._view is not None else x
     recording = _grad_enabled.get() and (value.requires_grad or edge_of(x) is not None)
-    if _grad_enabled.get() and base._leaf:
+    if _grad_enabled.get() and (base._leaf or x._leaf):
         raise RuntimeError(
             f"{change} would change a leaf that requires grad in place, which no gradient can "
             "describe: do it under no_grad(), or change a .clone()"
@@ -1347,7 +1349,7 @@ def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Tensor:
 
 
 @op(quiet=True, numpy=np.power, x=lambda g, x, y: g * (y * power(x, y - (y != 0))),
-    y=lambda g, x, out: g * out * np.log(np.where(x > 0, x, 1)))
+    y=lambda g, x, out: g * out * np.log(np.where(x == 0, 1, x)))
 def power(x, y):
     # The slopes avoid 0 * inf: x**0 is flat in x, also at x = 0, and where x = 0 the result
     # does not depend on y > 0, so its logarithm is taken of 1 there.
@@ -1949,20 +1951,25 @@ def logical(reduce: Callable) -> Callable[..., Tensor]:
     return method
 
 
-def var(self: Tensor, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *,
-        correction: float | None = None) -> Tensor:
-    """The mean squared distance from the mean, divided by n - correction (1 unless given). In
-    two passes: E[x^2] - E[x]^2 cancels."""
-    if isinstance(dim, bool):
-        dim, unbiased = None, dim
-    correction = int(unbiased) if correction is None else correction
-    distance = self - self.mean(dim, keepdim=True)
-    n = count(self.shape, axes_of(dim, self.ndim))
-    return square(distance).sum(dim, keepdim) / max(n - correction, 0)
+def spread_out(size: Callable[..., Tensor], scale: Callable) -> Callable[..., Tensor]:
+    """var and std: the size of the distances from the mean, in two passes, since
+    E[x^2] - E[x]^2 cancels; divided by n - correction (1 unless given)."""
+
+    def method(self: Tensor, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *,
+               correction: float | None = None) -> Tensor:
+        if isinstance(dim, bool):
+            dim, unbiased = None, dim
+        correction = int(unbiased) if correction is None else correction
+        distance = self - self.mean(dim, keepdim=True)
+        axes = axes_of(dim, self.ndim)
+        free = max(count(self.shape, axes) - correction, 0)
+        return size(distance, axis=axes, keepdims=keepdim) / scale(free)
+
+    return method
 
 
-def std(self: Tensor, *args: Any, **options: Any) -> Tensor:
-    return sqrt(var(self, *args, **options))
+var = spread_out(lambda x, **options: _sum(square(x), **options), float)
+std = spread_out(_norm2, math.sqrt)
 
 
 def prod(self: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
@@ -2248,8 +2255,8 @@ def setitem(self: Tensor, index: Any, value: Any) -> None:
         before = wrap(self._array.copy(), edge_of(self))
         write(self, replaced(before, value, index=index), "an assignment to an index")
     else:
-        touch(self, "an assignment to an index")
         self._array[index] = value._array
+        touch(self, "an assignment to an index")
 
 
 # -- methods in place, and all methods -------------------------------------------------------------
@@ -2326,7 +2333,7 @@ METHODS: dict[str, Callable] = {
     "amax": reduction(_amax), "amin": reduction(_amin),
     "max": extreme(_amax, np.argmax, maximum), "min": extreme(_amin, np.argmin, minimum),
     "argmax": arg_extreme(np.argmax), "argmin": arg_extreme(np.argmin),
-    "any": logical(np.any), "all": logical(np.all),
+    "any": logical(np.any), "all": logical(np.all), "var": var, "std": std,
     "abs": _abs, "round": _round, "pow": power, "true_divide": true_divide,
     "multiply": mul, "divide": div, "subtract": sub, "negative": neg, "absolute": _abs,
     "arctan2": arctan2, "atan2": arctan2, "clip": clamp, "concat": cat,
@@ -2336,7 +2343,7 @@ for _function in (
     trunc, isnan, isfinite, isinf, reciprocal, rsqrt, sigmoid, erf, clamp, add, sub, mul, div,
     floor_divide, remainder, fmod, maximum, minimum, logaddexp, lerp, eq, ne, lt, le, gt, ge,
     logical_not, logical_and, logical_or, logical_xor, bitwise_not, bitwise_and, bitwise_or,
-    bitwise_xor, matmul, dot, outer, addmm, var, std, norm, logsumexp, cumsum, reshape, view,
+    bitwise_xor, matmul, dot, outer, addmm, norm, logsumexp, cumsum, reshape, view,
     flatten, permute, transpose, squeeze, unsqueeze, expand, repeat, split, chunk, unbind, narrow,
     select, index_select, gather, scatter, scatter_add, masked_fill, masked_select, tril, triu,
     flip, roll, sort, argsort, topk, softmax, log_softmax, isclose, allclose, equal, clone,
@@ -3149,15 +3156,15 @@ class LoadResult(tuple):
         return "<All keys matched successfully>" if not any(self) else super().__repr__()
 
 
+def holds_layers(value: Any) -> bool:
+    if isinstance(value, (list, tuple, dict)):
+        return any(map(holds_layers, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, (Module, Parameter))
+
+
 def refuse_hidden(owner: str, name: str, value: Any) -> None:
     """Layers in a plain list or dict would be neither trained nor saved, without a word."""
-
-    def holds_layers(value: Any) -> bool:
-        if not isinstance(value, (list, tuple, dict)):
-            return isinstance(value, (Module, Parameter))
-        return any(map(holds_layers, value.values() if isinstance(value, dict) else value))
-
-    if not isinstance(value, (Module, Parameter)) and holds_layers(value):
+    if isinstance(value, (list, tuple, dict)) and holds_layers(value):
         raise TypeError(
             f"{owner}.{name} is a {type(value).__name__} of modules or parameters, which would "
             "not be registered, trained or saved: use nn.ModuleList, nn.ModuleDict or "
@@ -4268,16 +4275,16 @@ def companion(folder: str, module: str) -> ModuleType:
 def make_segments() -> list[tuple[np.ndarray, np.ndarray]]:
     """For who has this file and nothing else: digits of a pocket calculator, moved about under
     noise; 1,200 to learn from and 300 for the test."""
-    lines = {"a": np.s_[1, 2:5], "b": np.s_[1:4, 4], "c": np.s_[3:6, 4], "d": np.s_[5, 2:5],
-             "e": np.s_[3:6, 2], "f": np.s_[1:4, 2], "g": np.s_[3, 2:5]}
+    segments = {"a": np.s_[0, 2:6], "b": np.s_[0:4, 5], "c": np.s_[3:7, 5], "d": np.s_[6, 2:6],
+                "e": np.s_[3:7, 2], "f": np.s_[0:4, 2], "g": np.s_[3, 2:6]}
     lit = "abcdef bc abged abgcd fgbc afgcd afgedc abc abcdefg abcdfg".split()
     generator = np.random.default_rng(0)
     labels = generator.integers(0, 10, 1500)
-    images = generator.uniform(0, 0.4, (1500, 1, 8, 8)).astype(np.float32)
+    images = generator.uniform(0, 0.3, (1500, 1, 8, 8)).astype(np.float32)
     for image, label in zip(images, labels):
-        for line in lit[label]:
-            image[0][lines[line]] = generator.uniform(0.3, 1)
-        image[:] = np.roll(image, generator.integers(-1, 3, 2), (1, 2))
+        for segment in lit[label]:
+            image[0][segments[segment]] = generator.uniform(0.5, 1)
+        image[:] = np.roll(image, (generator.integers(2), generator.integers(-2, 3)), (1, 2))
     return [(images[:1200], labels[:1200]), (images[1200:], labels[1200:])]
 
 

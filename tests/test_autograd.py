@@ -229,6 +229,15 @@ def test_grad_function():
     assert md.autograd.grad(x, x)[0].item() == 1
 
 
+def test_a_pass_consumes_only_what_it_needs():
+    """The graph behind the inputs of grad() stays: backward in two halves."""
+    x = leaf(1.0, 2.0)
+    y = x * x
+    (g,) = md.autograd.grad((y * y).sum(), y)
+    y.backward(g)
+    assert x.grad.tolist() == [4, 32]
+
+
 # -- hooks -----------------------------------------------------------------------------------------
 
 
