@@ -76,7 +76,7 @@ class UdpDriver(Driver):
         self.socket: socket.socket | None = None
         self.buffer = memoryview(bytearray(LARGEST))
         self.stuck: Train | None = None         # what the socket had no room for
-        self.segments = ANCILLARY and sys.platform == "linux"   # send trains, until the kernel refuses one
+        self.segments = ANCILLARY and sys.platform == "linux"   # send trains, until refused
 
     def _open(self, sock: socket.socket) -> socket.socket:
         self.socket = sock
