@@ -5567,17 +5567,29 @@ def lenet(shape: Sequence[int]) -> Module:
 
 MODELS: dict[str, Callable] = {"mlp": mlp, "lenet": lenet}
 OPTIMIZERS: dict[str, tuple[type[Optimizer], float]] = {  # with learning rates to begin from
-    "sgd": (SGD, 0.2), "adam": (Adam, 1e-3), "adamw": (AdamW, 1e-3), "adagrad": (Adagrad, 1e-2),
+    "sgd": (SGD, 0.3), "adam": (Adam, 1e-3), "adamw": (AdamW, 1e-3), "adagrad": (Adagrad, 1e-2),
 }
-RULES_OF_SERVERS = {"sgd": ServerSGD, "adagrad": ServerAdagrad}
 
 
-def shifted(images: np.ndarray, moves: np.ndarray) -> Tensor:
-    """Each image moved by its own (down, right), each -1, 0 or 1 pixel."""
-    low = images.min(initial=0)  # of the paper around the ink
-    framed = np.pad(images, ((0, 0), (0, 0), (1, 1), (1, 1)), constant_values=low)
-    views = np.lib.stride_tricks.sliding_window_view(framed, images.shape[2:], (2, 3))
-    return wrap(views[np.arange(len(images)), :, 1 - moves[:, 0], 1 - moves[:, 1]])
+def distorted(images: np.ndarray, amounts: np.ndarray) -> Tensor:
+    """Each image turned, stretched and moved a little, by its own five amounts from -1 to 1: what
+    another hand might have written."""
+    n, _, height, width = images.shape
+    limits = np.array([math.radians(10), 0.1, 0.1, height / 16, width / 16])
+    turn, tall, wide, down, right = (amounts * limits).T[:, :, None, None]
+    y, x = np.mgrid[:height, :width] - np.array([height - 1, width - 1])[:, None, None] / 2
+    # Where in the old image does each pixel of the new one come from? Between four pixels, most
+    # often; each counts the more, the nearer it is. Outside there is paper.
+    rows = (1 + tall) * (y * np.cos(turn) - x * np.sin(turn)) + (height - 1) / 2 + down
+    columns = (1 + wide) * (y * np.sin(turn) + x * np.cos(turn)) + (width - 1) / 2 + right
+    paper = np.pad(images.transpose(0, 2, 3, 1), [(0, 0), (1, 1), (1, 1), (0, 0)], mode="edge")
+    result: Any = 0
+    for r in np.floor(rows) + 1, np.floor(rows) + 2:
+        for c in np.floor(columns) + 1, np.floor(columns) + 2:
+            weight = (1 - abs(rows + 1 - r)) * (1 - abs(columns + 1 - c))
+            place = (np.clip(r, 0, height + 1).astype(int), np.clip(c, 0, width + 1).astype(int))
+            result += weight[..., None] * paper[(np.arange(n)[:, None, None], *place)]
+    return wrap(result.transpose(0, 3, 1, 2).astype(images.dtype))
 
 
 def correct(model: Module, data: TensorDataset) -> int:
@@ -5589,16 +5601,13 @@ def correct(model: Module, data: TensorDataset) -> int:
 
 def train(flags: argparse.Namespace) -> None:
     """What every worker runs, and the whole program if there is one worker."""
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if size > 1:
-        init_process_group()
+    init_process_group()
     manual_seed(flags.seed)
     data, test = load_dataset(flags.data, flags.data_dir)
-    (images, labels), mean, scale = data.tensors, data.tensors[0].mean(), data.tensors[0].std()
-    test = TensorDataset((test.tensors[0] - mean) / scale, test.tensors[1])
-    # A sample brings its number along, by which it finds its move: the same one however many
-    # workers share the work.
-    data = TensorDataset((images - mean) / scale, labels, arange(len(labels)))
+    images, labels = data.tensors
+    # A sample brings its number along, by which it finds its distortion: the same one however
+    # many workers share the work.
+    data = TensorDataset(images, labels, arange(len(labels)))
     loader = DataLoader(data, flags.batch_size, shuffle=True)
     model = MODELS[flags.model](images.shape[1:])
     optimizer = OPTIMIZERS[flags.optimizer][0](model.parameters(), **flags.options)
@@ -5608,52 +5617,53 @@ def train(flags: argparse.Namespace) -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         done, curve, loader.sampler.epoch = state["epochs"], state["curve"], state["epochs"]
-    downpour = flags.strategy == "downpour"
     strategy: Any
-    if downpour:
-        rule = RULES_OF_SERVERS[flags.optimizer](flags.options["lr"])
+    if flags.strategy == "downpour":
+        rule = RULES[flags.optimizer](flags.options["lr"])
         strategy = Downpour(model, optimizer, flags.n_push, flags.n_fetch, rule)
     else:
         strategy = Synchronous(model, optimizer)
+    rank, size = strategy.group.get_rank(), strategy.group.get_world_size()
 
     total, seconds = flags.epochs * len(loader), 0.0
-    bar = Progress(total, f"{flags.model} on {flags.data}", "steps", done * len(loader)) \
-        if rank == 0 else None
-    for epoch in range(done, flags.epochs):
-        start, losses = time.perf_counter(), []
-        model.train()
-        moves = np.random.default_rng([flags.seed, epoch]).integers(-1, 2, (len(data), 2))
-        for step, (x, y, number) in enumerate(strategy.batches(loader), epoch * len(loader)):
-            # The rate falls from its full height to 0 along a cosine.
-            rate = 0.5 * (1 + math.cos(math.pi * step / total))
-            loss = cross_entropy(model(shifted(x.numpy(), moves[number.numpy()])), y)
-            strategy.zero_grad()
-            if downpour:  # the servers' rate is fixed, so the gradient is scaled instead
-                (loss * rate).backward()
-            else:
-                optimizer.param_groups[0]["lr"] = flags.options["lr"] * rate
-                loss.backward()
-            strategy.step()
-            losses.append(loss.item())
-            if bar:
-                bar.advance(1, f"epoch {epoch + 1}, loss {losses[-1]:.3f}")
-        if epoch == flags.epochs - 1:
-            strategy.finish()
-        seconds += time.perf_counter() - start
-        if rank == 0:
-            curve.append([float(np.nanmean(losses)), correct(model, test) / len(test)])
-            if flags.save:
-                save({"model": model.state_dict(), "optimizer": optimizer.state_dict(),
-                      "epochs": epoch + 1, "curve": curve, "kind": [flags.model, flags.data]},
-                     flags.save)
-    stats = strategy.group.transport.stats if size > 1 else {}
-    counts = strategy.group.gather_flat(np.array([stats.get(name, 0) for name in (
-        "bytes_sent", "bytes_received", "retransmissions")]), "the statistics")
-    if bar:
-        bar.close()
-        report(flags, curve, len(test), (flags.epochs - done) * len(data), seconds, counts)
+    with Progress(total, f"{flags.model} on {flags.data}", "steps", done * len(loader)) \
+            if rank == 0 else contextlib.nullcontext() as bar:
+        for epoch in range(done, flags.epochs):
+            start, losses = time.perf_counter(), []
+            model.train()
+            amounts = np.random.default_rng([flags.seed, epoch]).uniform(-1, 1, (len(data), 5))
+            for step, (x, y, number) in enumerate(strategy.batches(loader), epoch * len(loader)):
+                # The rate falls from its full height to 0 along a cosine.
+                rate = 0.5 * (1 + math.cos(math.pi * step / total))
+                x = distorted(x.numpy(), amounts[number.numpy()])
+                loss = cross_entropy(model(x), y)
+                strategy.zero_grad()
+                if flags.strategy == "downpour":  # the servers' rate is fixed: scale the gradient
+                    (loss * rate).backward()
+                else:
+                    optimizer.param_groups[0]["lr"] = flags.options["lr"] * rate
+                    loss.backward()
+                strategy.step()
+                losses.append(loss.item())
+                if bar:
+                    bar.advance(1, f"epoch {epoch + 1}, loss {losses[-1]:.3f}")
+            if epoch == flags.epochs - 1:
+                strategy.finish()
+            seconds += time.perf_counter() - start
+            if rank == 0:
+                curve.append([float(np.nanmean(losses)), correct(model, test) / len(test)])
+                if flags.save:
+                    save({"model": model.state_dict(), "optimizer": optimizer.state_dict(),
+                          "epochs": epoch + 1, "curve": curve, "kind": [flags.model, flags.data]},
+                         flags.save)
+    counts = np.zeros((size, 3), np.int64)
     if size > 1:
-        destroy_process_group()
+        stats = strategy.group.transport.stats
+        counts[rank] = [stats[n] for n in ("bytes_sent", "bytes_received", "retransmissions")]
+        strategy.group.all_reduce(counts)
+    if rank == 0:
+        report(flags, curve, len(test), (flags.epochs - done) * len(data), seconds, counts)
+    destroy_process_group()
 
 
 def report(flags: argparse.Namespace, curve: list, tests: int, samples: int, seconds: float,
@@ -5705,7 +5715,7 @@ def prepared(flags: argparse.Namespace, workers: int) -> None:
             raise ValueError(f"--momentum belongs to --optimizer sgd, not {flags.optimizer}")
         flags.options["momentum"] = flags.momentum
     if flags.strategy == "downpour":
-        if flags.optimizer not in RULES_OF_SERVERS or flags.momentum or flags.weight_decay:
+        if flags.optimizer not in RULES or flags.momentum or flags.weight_decay:
             raise ValueError("with --strategy downpour the servers change the parameters; they "
                              "know --optimizer sgd and adagrad, without momentum and decay")
     elif flags.servers or flags.n_push > 1 or flags.n_fetch > 1:
@@ -5764,8 +5774,8 @@ def arguments() -> argparse.ArgumentParser:
     add("--servers", type=int, metavar="K", help="parameter servers of downpour (default: 1)")
     add("--n-push", type=int, default=1, metavar="N", help="steps from push to push")
     add("--n-fetch", type=int, default=1, metavar="N", help="steps from fetch to fetch")
-    add("--epochs", type=int, default=40, help="passes over the training images")
-    add("--batch-size", type=int, default=64, metavar="N", help="of all workers together")
+    add("--epochs", type=int, default=60, help="passes over the training images")
+    add("--batch-size", type=int, default=32, metavar="N", help="of all workers together")
     add("--optimizer", choices=OPTIMIZERS, default="sgd", help="the rule of a step")
     add("--lr", type=float, help="learning rate at the start (default: depends on the optimizer)")
     add("--momentum", type=float, default=0.0, help="of sgd")

@@ -35,7 +35,7 @@ from typing import Any
 from . import remote
 
 
-class LaunchError(RuntimeError):
+class LaunchError(ChildProcessError):
     """The group can't be started as it was asked for, or one of its processes failed."""
 
 
