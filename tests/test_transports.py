@@ -303,6 +303,22 @@ def test_P21_P22_unread_messages_are_bounded(name, monkeypatch):
 
 
 @every
+def test_a_send_given_up_half_way_ends_the_connection(name, monkeypatch):
+    """What follows it could not be told from its rest (P1)."""
+    from minidist_transports import node as engine
+    monkeypatch.setattr(engine, "INBOX", 1 << 20)
+    with cluster(name) as (a, b):
+        a.send(1, *opaque(), [bytes(1 << 20)])
+        with pytest.raises(mt.Timeout):
+            a.send(1, *opaque(1), [bytes(40 << 20)], timeout=1.0)
+        with pytest.raises(mt.PeerLost, match="half-way"):
+            a.send(1, *opaque(2))
+        assert b.recv(0).fields == (0,)         # what was whole arrives
+        with pytest.raises(mt.PeerLost, match="rank 0 lost"):
+            b.recv(0)
+
+
+@every
 def test_a_timed_out_recv_leaves_the_array_alone(name):
     into = np.zeros(1 << 20, "u1")
     with cluster(name) as (a, b):

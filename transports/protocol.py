@@ -67,11 +67,8 @@ ERRORS = {
     33: Error("MISMATCH", "job", False, "nodes call different operations, or with other sizes"),
     34: Error("SILENT", "connection", True, "nothing was heard for heartbeat_timeout"),
     35: Error("LOST", "connection", True, "a connection ended without GOODBYE"),
-    48: Error("UNSUPPORTED_DTYPE", "request", False, "a dtype code that is not in the table"),
-    49: Error("NOT_READY", "request", True, "the server has no parameters yet: INIT comes first"),
-    50: Error("BAD_RANGE", "request", False, "an element range outside this server's slice"),
-    51: Error("TOO_STALE", "request", True, "a push on parameters that are too old"),
-    52: Error("NOT_FINITE", "request", False, "a gradient with NaN or infinity"),
+    48: Error("NOT_READY", "request", True, "the server has no parameters yet: INIT comes first"),
+    49: Error("BAD_RANGE", "request", False, "not this server's slice, dtype or length"),
 }
 CODES = {error.name: code for code, error in ERRORS.items()}
 
@@ -236,7 +233,7 @@ def describe(kind: int, fields: Sequence) -> str:
         return f"message of kind {kind}"
     words = {"op": OPS, "reduce": REDUCTIONS,
              "dtype": {code: name for code, (name, _, _) in DTYPES.items()}}
-    shown = [f"{name}={words.get(name, {}).get(value, value)}"
+    shown = [f"{name}={words[name].get(value, value) if name in words else value}"
              for name, value in zip(layout.names, fields, strict=False)]
     return f"{layout.name}({', '.join(shown)})"
 
@@ -596,9 +593,11 @@ class Session:
         checksum = zlib.crc32(fields)
         if checksum != body and not self.checksums:
             raise broken("BAD_FRAME", f"the checksum of a {describe(kind, ())}'s fields is wrong")
-        if flags & ~MORE or length > total or generation != self.config.generation:
-            raise broken("BAD_FRAME", f"flags {flags:#x}, {length} of {total} payload bytes, "
-                                      f"generation {generation}")
+        if flags & ~MORE or length > total:
+            raise broken("BAD_FRAME", f"flags {flags:#x}, {length} of {total} payload bytes")
+        if generation != self.config.generation:
+            raise broken("GENERATION", f"a frame of generation {generation} in "
+                                       f"{self.config.generation}")
         message = self._partial.get(channel) if kind not in SESSION_KINDS else None
         if message is None:
             message = self._begin_message(kind, channel, flags, fields, length, total)
@@ -609,8 +608,8 @@ class Session:
         elif kind != message.kind or size or total != message.total:
             raise broken("UNEXPECTED", f"{describe(kind, ())} inside a "
                                        f"{describe(message.kind, message.fields)} on its channel")
-        if message.got + length > total or (flags & MORE and not length) or (
-                not flags & MORE and message.got + length != total):
+        stop = message.got + length
+        if stop > total or bool(flags & MORE) != (stop < total) or (flags & MORE and not length):
             raise broken("BAD_FRAME", f"{message.got} + {length} of {total} payload bytes, "
                                       f"flags {flags:#x}")
         self._start = start + size
@@ -655,7 +654,8 @@ class Session:
             raise broken("CHECKSUM", f"the payload of {describe(message.kind, message.fields)} "
                                      f"is damaged")
         if not self._flags & MORE:
-            self._partial.pop(message.channel, None)
+            if message is self._partial.get(message.channel):
+                del self._partial[message.channel]
             message.done = True
             self._complete(message, events)
 
