@@ -453,6 +453,11 @@ def test_containers_change():
         names["x"] = m.nn.Linear(1, 1)
         named = m.nn.Sequential({"in": m.nn.Linear(1, 1)} if m is md else
                                 __import__("collections").OrderedDict({"in": m.nn.Linear(1, 1)}))
+        params = m.nn.ParameterList([m.nn.Parameter(m.ones(1))])
+        params.append(m.nn.Parameter(m.zeros(2)))
+        assert params[1].shape == (2,) and [len(p) for p in params] == [1, 2]
+        assert len(layers[1:]) == 2 and layers[-1] is layers[2] and list(names) == ["x"]
+        assert names["x"] in list(names.values())
         assert [list(c.state_dict()) for c in (net, layers, names, named)] == [
             ["0.weight", "0.bias"], ["0.weight", "0.bias", "2.weight", "2.bias"],
             ["x.weight", "x.bias"], ["in.weight", "in.bias"]]
@@ -483,6 +488,20 @@ def test_attributes():
         Early()
     with pytest.raises(NotImplementedError, match="Module defines no forward"):
         nn.Module()(1)
+    layer.weight = nn.ReLU()  # another kind of thing takes the name over
+    assert list(layer.parameters()) == [] and isinstance(layer.weight, nn.ReLU)
+    layer.scratch = nn.Buffer(md.zeros(1), persistent=False)
+    layer.note = "x"
+    del layer.note
+    assert "scratch" not in layer.state_dict() and not hasattr(layer, "note")
+    assert repr(nn.Parameter(md.ones(1))) == repr(torch.nn.Parameter(torch.ones(1)))
+    for make_it, words in ((lambda: nn.Conv2d(3, 4, 1, groups=2), "groups=2 must divide"),
+                           (lambda: nn.BatchNorm2d(3)(md.ones(2, 3)), r"4 dimensions.*\(2, 3\)"),
+                           (lambda: nn.BatchNorm1d(3)(md.ones(2, 4)), r"3 channels.*\(2, 4\)"),
+                           (lambda: nn.Dropout(1.5), "between 0 and 1"),
+                           (lambda: nn.GELU(slope=1), "slope"), (lambda: nn.ReLU(1, 2), "takes")):
+        with pytest.raises((ValueError, TypeError), match=words):
+            make_it()
 
 
 @pytest.mark.parametrize("hidden", [

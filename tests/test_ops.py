@@ -166,6 +166,9 @@ for dim in (0, 1, -1):
 for n in "softmax log_softmax cumsum sort".split():
     case(n, lambda m, x, n=n: getattr(x, n)(0), ())
 case("argsort", lambda m, x: x.argsort(0), ())
+case("max", lambda m, x: x.max(0), ())
+case("transpose", lambda m, x: x.transpose(0, 0) * 1, ())
+case("where", lambda m, c: m.where(c, 1.0, 2.0), booleans(3))
 case("logsumexp", lambda m, x: x.logsumexp(0), ())
 
 for a, b in (((3, 4), (4, 2)), ((4,), (4,)), ((3, 4), (4,)), ((3,), (3, 2)), ((5, 3, 4), (4, 2)),
@@ -488,6 +491,16 @@ def test_assigning_to_an_index(name):
         return y * x
 
     check(assign, (3, 3, 4), tuple(shape))
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_assigning_outside_the_graph(name):
+    def assign(m, x):
+        y = x.detach().clone()
+        y[INDICES[name](m)] = 2.5
+        return y
+
+    check(assign, (3, 3, 4))
 
 
 @pytest.mark.parametrize("name", INDICES)
