@@ -312,7 +312,7 @@ class Tensor:
         return bool((self._array == to_array(value)).any())
 
     def __format__(self, spec: str) -> str:
-        return format(self.item(), spec) if self.ndim == 0 and spec else str(self)
+        return format(self.item(), spec) if self.ndim == 0 else str(self)
 
     def __repr__(self) -> str:
         finite = self._array[np.isfinite(self._array)]
@@ -2094,6 +2094,10 @@ def unbind(self: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
 
 
 def narrow(self: Tensor, dim: int, start: int, length: int) -> Tensor:
+    start += self.shape[dim] if start < 0 else 0
+    if not 0 <= start <= start + length <= self.shape[dim]:
+        raise RuntimeError(f"elements {start} to {start + length} of a dimension of size "
+                           f"{self.shape[dim]}")
     return self[(slice(None),) * (dim % self.ndim) + (slice(start, start + length),)]
 
 

@@ -225,7 +225,7 @@ for dim in (0, 1, -1):
         case("split", lambda m, x, k=size, d=dim: x.split(k, d), S)
         case("chunk", lambda m, x, k=size, d=dim: m.chunk(x, k, d), S)
     case("unbind", lambda m, x, d=dim: x.unbind(d), S)
-    case("narrow", lambda m, x, d=dim: x.narrow(d, 1, 2), S)
+    case("narrow", lambda m, x, d=dim: (x.narrow(d, 1, 2), x.narrow(d, -2, 1)), S)
     case("select", lambda m, x, d=dim: x.select(d, -1), S)
     case("index_select", lambda m, x, i, d=dim: x.index_select(d, i), S, integers(5, high=3))
     case("gather", lambda m, x, i, d=dim: x.gather(d, i), S, integers(2, 3, high=3))
@@ -807,7 +807,7 @@ def test_what_a_tensor_says_of_itself():
                 x.is_contiguous(), x.t().is_contiguous(), x.t().contiguous().is_contiguous(),
                 len(x), x.tolist(), m.tensor(2.5).item(), float(m.tensor([2.5])),
                 int(m.tensor(3.7)), bool(m.tensor([0.0])), [1, 2, 3][m.tensor(1)],
-                1.0 in m.ones(2), 3 in m.ones(2), f"{m.tensor(2.5):.2f}", x.is_leaf,
+                1.0 in m.ones(2), 3 in m.ones(2), f"{m.tensor(2.5):.2f}", f"{m.tensor(2.5)}", x.is_leaf,
                 x.requires_grad, str(x.device), repr(x.device), len({x, x}),
                 [t.tolist() for t in x],
                 x.device == m.device("cpu"), x.to(m.device("cpu")) is x, m.cuda.is_available(),
@@ -837,6 +837,7 @@ def test_errors_say_what_to_do():
         (lambda: x.reshape(4), "cannot reshape 6 elements"),
         (lambda: x.sum(2), "out of range"), (lambda: x.sum((0, 0)), "twice"),
         (lambda: md.tensor([1, 2]).mean(), "float"), (lambda: x.to("cuda"), "not available"),
+        (lambda: x.narrow(1, 2, 2), "2 to 4 of a dimension of size 3"),
         (lambda: md.cat([]), "at least one"), (lambda: x.split([1, 2, 3]), "add up"),
         (lambda: md.dot(x, x), "vectors"), (lambda: md.topk(x, 9), "topk"),
         (lambda: md.div(x, x, rounding_mode="up"), "rounding_mode"),
