@@ -122,6 +122,13 @@ def test_the_environment_is_torchruns(run):
     assert len(jobs) == 1
 
 
+def test_nothing_of_an_outer_run_gets_in(run, monkeypatch):
+    for name in launch.OURS:
+        monkeypatch.setenv(name, "stale")
+    code, out, err = run("import os; print([k for k, v in os.environ.items() if v == 'stale'])")
+    assert out == "[0] []\n", err
+
+
 def test_each_run_has_its_own_key_and_name(run):
     jobs = {run(SHOW_ENV)[1].partition("JOB")[2] for _ in range(2)}
     assert len(jobs) == 2
@@ -373,6 +380,13 @@ def test_d37_the_root_cause_comes_once_and_last(run):
     assert lines[-1] == "ValueError: the cause"
     assert err.count("Traceback") == err.count("ValueError: the cause") == 1
     assert out == ""
+
+
+def test_those_who_lose_the_failed_one_have_time_to_say_so(run):
+    code, out, err = run(LOSING.replace("atexit.register(time.sleep, 0.6)", "pass"),
+                         "--nproc-per-node", "3")
+    assert code == 1 and "[1] minidist_transports.PeerLost: node 2 lost" in err
+    assert err.endswith("ValueError: the cause\n")
 
 
 def test_a_traceback_behind_an_unfinished_bar(run):
