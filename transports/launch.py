@@ -507,13 +507,12 @@ class Group:
                 signal.signal(getattr(signal, name), handler)
 
     def start(self) -> None:
-        job = self.job
+        job, nodes = self.job, self.job.nodes()
+        listener = listen(job)
         if os.name == "posix":
             self.guard = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", GUARD, str(job.grace)],
                 stdin=subprocess.PIPE, start_new_session=True)
-        listener = listen(job)
-        nodes = job.nodes()
         mesh = pipe_mesh(nodes) if job.transport == "pipe" else ((n, {}) for n in nodes)
         with listener or contextlib.nullcontext(), contextlib.closing(mesh):
             for node, pipes in mesh:
