@@ -141,6 +141,8 @@ class Tensor:
         __or__: Any
         __xor__: Any
         __invert__: Any
+        __getitem__: Any
+        __setitem__: Any
 
     # -- what it is ------------------------------------------------------------------------------
 
@@ -182,7 +184,8 @@ class Tensor:
 
     @property
     def grad_fn(self) -> Node | None:
-        return refreshed(self)._edge if isinstance(self._edge, Node) else None
+        edge = refreshed(self)._edge
+        return edge if isinstance(edge, Node) else None
 
     @property
     def data(self) -> Tensor:
@@ -476,6 +479,8 @@ class Node:
     static: dict  # the arguments that are not tensors
     shape: tuple[int, ...]  # of the output
     dtype: np.dtype
+    _hooks: dict[int, Callable] | None
+    where: str | None
 
     def values(self, as_tensors: bool) -> dict[str, Any]:
         """What the derivatives name: saved arrays, or saved tensors in their place in the graph
@@ -557,7 +562,7 @@ def run_backward(
     create_graph: bool,
     inputs: Sequence[Tensor] | None = None,
     accumulate: bool = True,
-) -> dict[Node | Tensor, Any]:
+) -> dict[Any, Any]:
     """Carry gradients from the outputs back through the graph.
 
     With `accumulate` they are added to `.grad` of the leaves (of `inputs` only, if given), else
@@ -591,7 +596,7 @@ def run_backward(
     order = topological_order(pending)
     targets = None if inputs is None else {edge_of(x): x for x in inputs}
     wanted = None if targets is None else leading_to(targets, order)
-    captured: dict[Node | Tensor, Any] = {}
+    captured: dict[Any, Any] = {}
     callbacks: list[Callable[[], None]] = []
     reset = _callbacks.set(callbacks)
     mode = _grad_enabled.set(create_graph)
@@ -700,7 +705,7 @@ def unbroadcast(gradient: Any, shape: tuple[int, ...], node: Node) -> Any:
 
 def apply_hooks(node: Node | Tensor, gradient: Any) -> Any:
     is_tensor = isinstance(gradient, Tensor)
-    for hook in list(node._hooks.values()):
+    for hook in list((node._hooks or {}).values()):
         replaced = hook(gradient if is_tensor else wrap(gradient))
         if replaced is not None:
             gradient = replaced if is_tensor else to_array(replaced)
@@ -1037,7 +1042,8 @@ class Op:
         node.op, node.edges, node.steps, node.static = self, edges, steps, static
         node.shape, node.dtype = result._array.shape, result._array.dtype
         node._hooks = node.where = None
-        node.saved = saved = {}
+        saved: dict[str, tuple] = {}
+        node.saved = saved
         for name, source in saves:
             if source == "out":
                 saved[name] = (result._array, None, result._storage, 0)
@@ -1100,7 +1106,8 @@ class Op:
         result._storage = x._storage
         step = (self.function, static)
         if x._view is not None:
-            result._view = View(refreshed(x)._view.base, (*x._view.path, step))
+            refreshed(x)
+            result._view = View(x._view.base, (*x._view.path, step))
         else:
             result._view = View(x, (step,))
 
@@ -1701,7 +1708,7 @@ numpy_to_op.update({
     np.squeeze: lambda x, axis: x.squeeze(axis),
     np.concatenate: lambda xs, axis=0: _cat(*xs, axis=axis),
     np.swapaxes: lambda x, a, b: x.transpose(a, b),
-    np.zeros_like: lambda x: zeros_like(x),
+    np.zeros_like: lambda x: x.new_zeros(x.shape),
     np.copy: lambda x: x.clone(),
 })
 
@@ -1820,7 +1827,7 @@ class Generator:
         self.numpy = np.random.default_rng(seed)
         return self
 
-    def get_state(self) -> dict:
+    def get_state(self) -> Any:
         return self.numpy.bit_generator.state
 
     def set_state(self, state: dict) -> None:
@@ -1984,7 +1991,7 @@ def norm(self: Tensor, p: Any = 2, dim: Dims = None, keepdim: bool = False) -> T
     if abs(p) == math.inf:
         return (_amax if p > 0 else _amin)(_abs(self), axis=axes, keepdims=keepdim)
     if p == 0:
-        return (self != 0).to(self.dtype).sum(axes, keepdim)
+        return ne(self, 0).to(self.dtype).sum(axes, keepdim)
     return _norm(self, p=p, axis=axes, keepdims=keepdim)
 
 
@@ -2122,7 +2129,7 @@ def scatter(self: Tensor, dim: int, index: Tensor, src: Any) -> Tensor:
     return replaced(self, src, index=place)
 
 
-def scatter_add(self: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+def scatter_add(self: Tensor, dim: int, index: Any, src: Tensor) -> Tensor:
     index = to_array(index)
     src = src[tuple(slice(n) for n in index.shape)]
     return self + scatter_add_to(src, shape=self.shape, index=index, dim=dim % self.ndim)
@@ -2138,12 +2145,17 @@ def masked_select(self: Tensor, mask: Tensor) -> Tensor:
     return expand(self, *x.shape)[mask_array]
 
 
+def triangle(x: Tensor, diagonal: int) -> np.ndarray:
+    rows, columns = x.shape[-2:]
+    return np.tri(rows, columns, diagonal, dtype=bool)
+
+
 def tril(self: Tensor, diagonal: int = 0) -> Tensor:
-    return _where(np.tri(*self.shape[-2:], diagonal, dtype=bool), self, 0)
+    return _where(triangle(self, diagonal), self, 0)
 
 
 def triu(self: Tensor, diagonal: int = 0) -> Tensor:
-    return _where(np.tri(*self.shape[-2:], diagonal - 1, dtype=bool), 0, self)
+    return _where(triangle(self, diagonal - 1), 0, self)
 
 
 def flip(self: Tensor, *dims: Any) -> Tensor:
@@ -2699,6 +2711,7 @@ def batch_norm(input: Tensor, running_mean: Tensor | None, running_var: Tensor |
                 running._array += (value - running._array) * momentum
                 touch(running, "batch norm")
     else:
+        assert running_var is not None
         scale = rsqrt(running_var + eps)
         out = (input - running_mean.reshape(shape)) * scale.reshape(shape)
     if weight is not None:
@@ -2903,7 +2916,7 @@ class Module:
     training = True
     _parameters: dict[str, Parameter | None]
     _buffers: dict[str, Tensor | None]
-    _modules: dict[str, Module | None]
+    _modules: dict[str, Any]
 
     def __init__(self) -> None:
         for registry in ("_parameters", "_buffers", "_modules", "_forward_hooks",
