@@ -289,8 +289,8 @@ def test_timeout_is_honoured_and_says_who_waits_for_whom(name):
 
 @every
 def test_P21_P22_unread_messages_are_bounded(name, monkeypatch):
-    from minidist_transports import node as engine
-    monkeypatch.setattr(engine, "INBOX", 1 << 20)
+    from minidist_transports import links
+    monkeypatch.setattr(links, "INBOX", 1 << 20)
     with cluster(name) as (a, b):
         sent = 0
         with pytest.raises(mt.Timeout):         # nobody receives: the sender is held back
@@ -305,8 +305,8 @@ def test_P21_P22_unread_messages_are_bounded(name, monkeypatch):
 @every
 def test_a_send_given_up_half_way_ends_the_connection(name, monkeypatch):
     """What follows it could not be told from its rest (P1)."""
-    from minidist_transports import node as engine
-    monkeypatch.setattr(engine, "INBOX", 1 << 20)
+    from minidist_transports import links
+    monkeypatch.setattr(links, "INBOX", 1 << 20)
     with cluster(name) as (a, b):
         a.send(1, *opaque(), [bytes(1 << 20)])
         with pytest.raises(mt.Timeout):
