@@ -5725,7 +5725,10 @@ def prepared(flags: argparse.Namespace, workers: int) -> None:
                   f"learned. For the digits: {error}", file=sys.stderr)
             flags.data = "segments"
     load_dataset(flags.data, flags.data_dir)  # downloads it, if need be
-    flags.options = {"lr": OPTIMIZERS[flags.optimizer][1] if flags.lr is None else flags.lr,
+    rate = OPTIMIZERS[flags.optimizer][1]
+    if flags.strategy == "downpour":
+        rate /= workers  # each makes steps of its own, which add up
+    flags.options = {"lr": rate if flags.lr is None else flags.lr,
                      "weight_decay": flags.weight_decay}
     if flags.momentum:
         if flags.optimizer != "sgd":
@@ -5755,57 +5758,58 @@ def prepared(flags: argparse.Namespace, workers: int) -> None:
                              f"{flags.epochs} counts these too, so nothing is left to do")
 
 
-HELP = """
-commands:
-  minidist train      train a small network on pictures, on one process or many
-  minidist launch     run your own script on many processes (torchrun's flags)
-  minidist data       list data sets, or fetch and describe those named
-
-examples:
+EXAMPLES = """examples:
   minidist train --workers 2 --transport tcp --save lenet.safetensors --plot curve.png
   minidist train --data fashion-mnist --epochs 3 --workers 2 --transport udp
   minidist train --workers 3 --strategy downpour --servers 2
   minidist launch --nproc-per-node 4 train.py --lr 0.1
 
-Without installation: `python minidist.py train`. Each command answers --help.
-"""
+Without installation: python minidist.py train. Each command answers --help."""
 
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "minidist", description=str(__doc__).splitlines()[0], epilog=HELP,
+        "minidist", description=str(__doc__).splitlines()[0], epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"minidist {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    command = commands.add_parser("train", help="train a small network",
-                                  formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    add = command.add_argument
-    add("--model", choices=MODELS, default="lenet", help="the network")
-    add("--data", help="digits, mnist, fashion-mnist, cifar10 or segments (default: digits)")
+    add = commands.add_parser(
+        "train", help="train a small network on pictures, on one process or many").add_argument
+    add("--model", choices=MODELS, default="lenet", help="the network (%(default)s)")
+    add("--data", metavar="NAME",
+        help="digits, mnist, fashion-mnist, cifar10 or segments (digits, where they are)")
     add("--data-dir", metavar="DIR", help="where the data set's files are; else they are searched "
         "in $MINIDIST_DATA, /usr/share/datasets and your cache, and downloaded")
-    add("--workers", type=int, default=1, metavar="N", help="processes that share each batch")
-    add("--transport", default="tcp", help="how they are joined: pipe, tcp, udp")
+    add("--workers", type=int, default=1, metavar="N",
+        help="processes that share each batch (%(default)s)")
+    add("--transport", default="tcp", metavar="NAME",
+        help="how they are joined: pipe, tcp, udp (%(default)s)")
     add("--strategy", choices=["sync", "downpour"], default="sync", help="sync: all make each step "
-        "together; downpour: each at its own pace, through parameter servers")
-    add("--servers", type=int, metavar="K", help="parameter servers of downpour (default: 1)")
-    add("--n-push", type=int, default=1, metavar="N", help="steps from push to push")
-    add("--n-fetch", type=int, default=1, metavar="N", help="steps from fetch to fetch")
-    add("--epochs", type=int, default=60, help="passes over the training images")
-    add("--batch-size", type=int, default=32, metavar="N", help="of all workers together")
-    add("--optimizer", choices=OPTIMIZERS, default="sgd", help="the rule of a step")
-    add("--lr", type=float, help="learning rate at the start (default: depends on the optimizer)")
-    add("--momentum", type=float, default=0.0, help="of sgd")
-    add("--weight-decay", type=float, default=0.0, help="how much weights shrink by themselves")
-    add("--seed", type=int, default=0, help="the same seed, the same run")
+        "together; downpour: each at its own pace, through parameter servers (%(default)s)")
+    add("--servers", type=int, metavar="K", help="parameter servers of downpour (1)")
+    add("--n-push", type=int, default=1, metavar="N", help="steps from push to push (%(default)s)")
+    add("--n-fetch", type=int, default=1, metavar="N",
+        help="steps from fetch to fetch (%(default)s)")
+    add("--epochs", type=int, default=60, metavar="N",
+        help="passes over the training images (%(default)s)")
+    add("--batch-size", type=int, default=32, metavar="N",
+        help="images in a step of all workers together (%(default)s)")
+    add("--optimizer", choices=OPTIMIZERS, default="sgd", help="the rule of a step (%(default)s)")
+    add("--lr", type=float, metavar="X", help="learning rate at the start; it falls to 0 (" +
+        ", ".join(f"{rate} for {name}" for name, (_, rate) in OPTIMIZERS.items()) +
+        "; in downpour shared among the workers)")
+    add("--momentum", type=float, default=0.0, metavar="X", help="of sgd (%(default)s)")
+    add("--weight-decay", type=float, default=0.0, metavar="X",
+        help="how much weights shrink by themselves (%(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="same seed, same run (%(default)s)")
     add("--save", metavar="PATH", help="keep the model here, as safetensors, after each epoch")
     add("--resume", metavar="PATH", help="go on from what --save kept")
     add("--plot", metavar="PATH", help="draw the learning curve to this picture")
-    commands.add_parser("launch", help="run a script on many processes", add_help=False)
-    command = commands.add_parser("data", help="list or fetch data sets")
-    command.add_argument("names", nargs="*", metavar="NAME", help="fetch and describe these")
-    command.add_argument("--data-dir", metavar="DIR")
-    commands.add_parser("serve", help="a parameter server; started by the others")
+    commands.add_parser("launch", help="run your own script on many processes", add_help=False)
+    data = commands.add_parser("data", help="list data sets, or fetch and describe some")
+    data.add_argument("names", nargs="*", metavar="NAME", help="fetch and describe these")
+    data.add_argument("--data-dir", metavar="DIR", help="where the files are")
+    commands.add_parser("serve", help="a parameter server; the other commands start it")
     return parser
 
 
