@@ -32,6 +32,7 @@ class Connection:
         # Poll for room before writing (again); a new connection first comes up.
         self.blocked = stream.write_fd >= 0 and session.side == protocol.DIALER
         self.opened = False                     # was joined
+        self.twin = False                       # one too many to a peer that we know
         self.broken = self.gone = False         # cannot be written any more; was let go
         self.trouble = ""                       # why it cannot be written
         self.unread = False                     # pump told of bytes that we have not read

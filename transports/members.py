@@ -56,7 +56,9 @@ class Members(Links):
         """Somebody connected. Nothing it says is believed before it has joined,
         and it can neither make us wait nor hold more than a few kilobytes."""
         if len(self.strangers) >= STRANGERS:
-            self._drop(self.strangers[0], "too many connections that do not join")
+            log.warning("%s dropped %s: too many connections that do not join", self._title(),
+                        self.strangers[0].stream.name)
+            self._drop(self.strangers[0], "")
         session = Session(self.config, False, now, incarnation=self.incarnation)
         self._connect(stream, session, None)
 
@@ -137,7 +139,8 @@ class Members(Links):
         elif kind == protocol.ROSTER:
             for member in protocol.unpack_roster(fields[0], message.payload):
                 if member.node != self.node:
-                    self.links[member.node].address = member.address
+                    link = self.links[member.node]
+                    link.address, link.incarnation = member.address, member.incarnation
             self.ready = True
 
     def _decide(self, conn: Connection, node: int, role: int, incarnation: int,
@@ -149,6 +152,7 @@ class Members(Links):
             raise broken("WRONG_NODE", (
                 f"no node {node} with role {role} is expected in a job of {self.config.workers} "
                 f"workers and {self.config.servers} servers; check RANK and WORLD_SIZE"))
+        conn.twin = incarnation == link.incarnation     # the peer itself: our dials crossed
         if link.lost or link.open:
             raise broken("DUPLICATE", f"{self.config.title(node)} is " + (
                 f"lost ({link.lost[1]})" if link.lost else
@@ -203,7 +207,8 @@ class Members(Links):
         """A connection that failed before it was one."""
         link, known = conn.link, ERRORS.get(code)
         if link is None or link.conn is not conn or self.driver.connected:
-            log.warning("%s dropped %s: %s", self._title(), conn.stream.name, text)
+            if not conn.twin:
+                log.warning("%s dropped %s: %s", self._title(), conn.stream.name, text)
             self._drop(conn, "")
             return
         # The winner of two crossing dials rejects ours; its own is on the way.
@@ -224,10 +229,7 @@ class Members(Links):
         for fd in (conn.stream.read_fd, conn.stream.write_fd):
             self.by_fd.pop(fd, None)
         if conn in self.strangers:
-            self.strangers.remove(conn)
-            if reason:
-                log.warning("%s dropped %s: %s before it joined", self._title(),
-                            conn.stream.name, reason)
+            self.strangers.remove(conn)         # hung up, as one of two crossing dials is
         conn.session.state = protocol.CLOSED
         conn.stream.close()
         link = conn.link

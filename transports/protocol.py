@@ -433,6 +433,8 @@ def as_bytes(buffer: Any) -> memoryview:
         return view
     if not view.c_contiguous:
         raise ValueError("the array is not contiguous; pass np.ascontiguousarray(it)")
+    if view.format[0] in "<>!=":                # elements travel little-endian, as they lie here
+        raise ValueError(f"the array has byte order {view.format!r}; pass it in native order")
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
