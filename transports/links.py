@@ -278,7 +278,7 @@ class Links(Transport):
             if link.conn is not None:
                 self._watch(link.conn)
 
-    def _withdraw(self, link: Link | None, thing: Outgoing | Post) -> None:
+    def _withdraw(self, thing: Outgoing | Post) -> None:
         """A wait ended early: its memory belongs to the caller again."""
         for link in self.links.values():
             if isinstance(thing, Outgoing) and thing in link.out:

@@ -196,7 +196,7 @@ class StreamTransport(Members):
                 self._turn(min(deadline, report))
         except TransportError:
             for thing in work:
-                self._withdraw(link, thing)
+                self._withdraw(thing)
             raise
         except BaseException as error:
             # Who knows how far the bytes were: after this no stream can be trusted.
