@@ -278,7 +278,7 @@ def test_d24_ctrl_c(training, strategy):
 
 @pytest.mark.parametrize("transport", ["tcp", "udp"])
 def test_d7_strangers_on_the_port(start, mark, tmp_path, transport):  # noqa: F811
-    process = start("train", "--model", "mlp", "--epochs", "25", "--workers", "2",
+    process = start("train", "--model", "mlp", "--epochs", "10", "--workers", "2",
                     "--transport", transport, "--save", "m", "--seed", "1")
     wait_for((tmp_path / "m").exists, 60)
     where = "127.0.0.1", int(environment(worker(mark, 1))["MASTER_PORT"])
@@ -296,7 +296,7 @@ def test_d7_strangers_on_the_port(start, mark, tmp_path, transport):  # noqa: F8
     if silent is not None:
         silent.close()
     assert process.returncode == 0, err
-    assert right(out) > 90
+    assert right(out) > 80
 
 
 DIFFERENT = f"""
