@@ -410,6 +410,17 @@ def test_d37_the_root_cause_comes_once_and_last(run):
     assert out == ""
 
 
+def test_d37_whoever_leaves_slowly_is_a_line_too(run):
+    """Rank 1 has said that it lost rank 2, and is ended by us before it is gone."""
+    slow = "import atexit\nif me == '1': atexit.register(time.sleep, 60)\nif me"
+    code, out, err = run(LOSING.replace("if me", slow, 1), "--nproc-per-node", "3")
+    lines = err.splitlines()
+    assert code == 1 and err.count("Traceback") == 1
+    assert lines[0].startswith("[1] minidist_transports.PeerLost: node 2 lost")
+    assert lines[1].startswith("minidist: root cause: rank 2 ended with exit code 1")
+    assert lines[-1] == "ValueError: the cause"
+
+
 def test_those_who_lose_the_failed_one_have_time_to_say_so(run):
     code, out, err = run(LOSING.replace("atexit.register(time.sleep, 0.6)", "pass"),
                          "--nproc-per-node", "3")

@@ -602,8 +602,9 @@ class Group:
     def ended(self, process: Process, code: int) -> None:
         self.running.remove(process)
         process.code = code
+        # Whoever has said its last words failed by itself, though we ended its leaving.
         process.ended_by_us = self.kill_at < float("inf") and code < 0 \
-            and process not in self.abandoned
+            and process not in self.abandoned and not process.held
         if process.failed:
             self.failures.append(process)
             self.failed_at = min(self.failed_at, time.monotonic())
