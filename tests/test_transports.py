@@ -618,6 +618,26 @@ def test_a_program_that_fails_says_why_and_one_that_ends_says_goodbye(name):
         assert ends(children[2])[::2] == (0, "")
 
 
+@every
+def test_a_forked_process_leaves_the_connections_alone(name):
+    code = """
+        for _ in range(5):
+            t.send(1 - rank, p.OPAQUE, (1,))
+            t.recv(1 - rank)
+            if os.fork() == 0:
+                try:
+                    t.send(1 - rank, p.OPAQUE, (2,))
+                except mt.TransportError as error:
+                    assert "is closed" in str(error)
+                    sys.exit(3)         # at exit nothing is said either
+            assert os.wait()[1] == 3 << 8
+        print("well")
+    """
+    with processes(name, 2, code) as children:
+        for child in children:
+            assert ends(child) == (0, "well\n", "")
+
+
 # ---- strangers, keys, rendezvous ----------------------------------------------------------
 
 def knock(port, data=b""):

@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import logging
 import math
+import os
 import socket
 import sys
 import threading
@@ -68,6 +69,7 @@ class StreamTransport(Members):
                                        name="minidist-keeper", daemon=True)
         self.keeper.start()
         atexit.register(_leave_at_exit, weakref.ref(self))
+        _here.add(self)
 
     # ---- the contract ---------------------------------------------------------
 
@@ -382,6 +384,22 @@ class StreamTransport(Members):
         # up first: only it knows who is missing, and it tells those who are there.
         self._wait(lambda: self.ready and all(link.open or link.lost for link in links),
                    config.start_timeout + (self.node != 0), self.links.get(0), ())
+
+
+_here: weakref.WeakSet[StreamTransport] = weakref.WeakSet()    # the transports of this process
+
+
+def _forked() -> None:
+    """A forked process inherits connections that are not its own: it must not speak
+    on them, not even say goodbye when it ends, nor wait for a lock of a lost thread."""
+    for transport in _here:
+        transport.lock = threading.Lock()
+        transport.changed = threading.Condition(transport.lock)
+        transport.closed = True
+
+
+if hasattr(os, "register_at_fork"):             # not on Windows
+    os.register_at_fork(after_in_child=_forked)
 
 
 def _keep(ref: weakref.ref, stop: threading.Event) -> None:
