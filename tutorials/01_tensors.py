@@ -210,7 +210,9 @@ print(x.grad)
 # ---------------------------------------------------------------------------
 # Section 1 of minidist.py is this engine, with arrays in the place of numbers: the
 # slope becomes a function that turns the gradient of the output into that of an
-# input, written beside the formula of each operation in section 2.
+# input, written beside the formula of each operation in section 2. It finds its order
+# in another way, which gives a topological one too: it counts how often each node is
+# used, and takes a node when all its users have been taken.
 
 x = md.tensor(3.0, requires_grad=True)
 y = diamond(x, 2.0, 5.0)
