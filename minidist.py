@@ -4142,7 +4142,10 @@ def save(obj: Any, path: Any) -> None:
         start += array.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    partial = f"{os.fspath(path)}.partial-{os.getpid()}"
+    path = os.path.realpath(path)  # a link stays, what it leads to is replaced
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f"cannot save to {path}: it is a folder or a device, not a file")
+    partial = f"{path}.partial-{os.getpid()}"
     try:
         with open(partial, "wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
@@ -4496,6 +4499,8 @@ SCHEDULES: dict[str, Callable] = {
 
 def call_text(op: str, reduce: str, dtype: str, root: int, sequence: int, count: int) -> str:
     """A collective for people. Its messages carry all of this, and ranks must agree in it."""
+    if op == "barrier":
+        return f"{op} #{sequence}"
     how = f"from rank {root}, " if op == "broadcast" else f"{reduce} of ".replace("none of ", "")
     return f"{op} #{sequence} ({how}{count} {dtype})"
 
@@ -4580,7 +4585,7 @@ class ProcessGroup:
         steps, kind, codes, detail = planned(op, reduce, into.dtype, root, into.size, self.rank,
                                              self.size, into.nbytes <= SMALL)
         head = *codes, self.sequence, into.size
-        transport.doing = f"{op} #{self.sequence}{detail} {what}"
+        transport.doing = f"{op} #{self.sequence}{detail} {what}".rstrip()
         for to, send, source, take, combines in steps:
             piece, place = out[send[0] : send[1]], into[take[0] : take[1]]
             if source is None:
@@ -5674,6 +5679,9 @@ def train(flags: argparse.Namespace) -> None:
                     loss.backward()
                 strategy.step()
                 losses.append(loss.item())
+                if size == 1 and not math.isfinite(losses[-1]):  # of many, the strategy says so
+                    raise FloatingPointError(f"epoch {epoch + 1}: the loss is {losses[-1]}: "
+                                             "a smaller --lr may help")
                 if bar:
                     bar.advance(1, f"epoch {epoch + 1}, loss {losses[-1]:.3f}")
             if epoch == flags.epochs - 1:
@@ -5728,9 +5736,12 @@ PICTURES = (".png", ".svg", ".pdf", ".jpg")
 
 def prepared(flags: argparse.Namespace, workers: int) -> None:
     """Completes the flags. Whatever can be wrong with them is found here, before work begins."""
-    for name, number in (("workers", workers), ("epochs", flags.epochs)):
-        if number < 1:
-            raise ValueError(f"--{name} is {number}: it must be at least 1")
+    for name, number, least in (
+            ("workers", workers, 1), ("epochs", flags.epochs, 1), ("n-push", flags.n_push, 1),
+            ("n-fetch", flags.n_fetch, 1), ("seed", flags.seed, 0), ("lr", flags.lr or 0.0, 0),
+            ("momentum", flags.momentum, 0), ("weight-decay", flags.weight_decay, 0)):
+        if not least <= number < math.inf:
+            raise ValueError(f"--{name} is {number}: it must be at least {least}")
     if workers > flags.batch_size:
         raise ValueError(f"--batch-size {flags.batch_size} is that of all {workers} workers "
                          "together: each needs one sample at least")
@@ -5765,6 +5776,10 @@ def prepared(flags: argparse.Namespace, workers: int) -> None:
     for path in filter(None, (flags.save, flags.plot)):
         if not pathlib.Path(path).absolute().parent.is_dir():
             raise ValueError(f"there is no folder to write {path} to")
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise ValueError(f"cannot write {path}: it is a folder or a device, not a file")
+        if not os.access(pathlib.Path(path).absolute().parent, os.W_OK):
+            raise ValueError(f"cannot write {path}: its folder is read-only")
     if flags.resume:
         state = load(flags.resume)
         if not isinstance(state, dict) or "kind" not in state:

@@ -341,6 +341,20 @@ def test_damaged_files(tmp_path, data):
         assert "not a valid safetensors file" in str(error)
 
 
+def test_saving_replaces_files_alone(tmp_path):
+    """A file that appears complete or not replaces another: a device (/dev/null!) must not go."""
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("pipe", "."):
+        with pytest.raises(ValueError, match="folder or a device"):
+            md.save({"x": md.ones(2)}, tmp_path / name)
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    for value in (1, 2):
+        md.save({"x": md.full((2,), value)}, tmp_path / "link")
+        assert (tmp_path / "link").is_symlink()
+        assert md.load(tmp_path / "file")["x"].tolist() == [value, value]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "link", "pipe"]
+
+
 def test_loading_a_file_that_is_not_there(tmp_path):
     with pytest.raises(FileNotFoundError):
         md.load(tmp_path / "nothing")

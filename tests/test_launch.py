@@ -718,11 +718,17 @@ def prints():
     print("hello")
 
 
+def leaves():
+    sys.exit(0)
+
+
 def test_what_cannot_travel_is_named(mark):
     with pytest.raises(NotPortable, match="made with `def`"):
         launch.launch(lambda: 1)
     with pytest.raises(NotPortable, match="an argument of prints"):
         launch.launch(prints, args=(object(),))
+    with pytest.raises(launch.LaunchError, match="rank 0 ended, with exit code 0, before leaves"):
+        launch.launch(leaves, workers=1)
     with pytest.raises(launch.LaunchError, match="what wrong_result returned can't travel"):
         launch.launch(wrong_result, workers=1)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hmac
 import json
 import random
+import re
 import struct
 import zlib
 from pathlib import Path
@@ -857,6 +858,161 @@ def test_abort_tells_the_peer_why():
     assert not pair.a.endpoint.connections and not pair.b.endpoint.connections
 
 
+def test_close_is_said_again_until_it_is_heard():
+    """By the one that closes, every PTO for 3 PTO; the other only answers."""
+    pair = Pair(faults=Faults(delay=0.005)).open()
+    pair.back.faults = Faults(loss=1.0)             # no answer comes
+    pair.there.trace, pair.back.trace = [], []
+    pto, start = pair.a.connection.rtt.timeout(), pair.net.now
+    pair.a.connection.write(memoryview(noise(5000)))         # too late to go
+    pair.a.connection.abort(start, wire.GONE, "enough")
+    pair.a.host.wake()
+    pair.net.run(lambda: not pair.a.endpoint.connections, start + 5)
+    assert pair.net.now - start == pytest.approx(3 * pto)
+    pair.net.run(limit=pair.net.now + 5)
+    said, heard = pair.there.trace, pair.back.trace
+    assert {kind_of(data) for data in said + heard} == {wire.CLOSE}
+    assert 3 <= len(said) == len(heard) <= 4
+    assert all(data[16:18] == wire.CODE.pack(wire.GONE) for data in heard)
+    assert not pair.b.endpoint.connections
+
+
+# ---- what single rules ask for ------------------------------------------------------------------
+
+def kind_of(data):
+    return wire.HEAD.unpack_from(data)[0] >> 48
+
+
+def test_greetings_of_another_length_are_dropped():
+    """Else an answer could be longer than a third of what asked for it."""
+    net = Network()
+    side = Side(net, "b")
+    each = Side(net, "a").endpoint.connect("b", 0.0, 5.0)
+    init = greeting(each)
+    for size in (1199, 1201):
+        body = init[:-16].ljust(size - 16, b"\0")[:size - 16]
+        side.endpoint.receive(memoryview(each.seals[0].close(body)), "a", 0.0)
+        assert not side.endpoint.replies
+    side.endpoint.receive(memoryview(init), "a", 0.0)
+    assert len(side.endpoint.replies) == 1
+
+
+def test_a_dialler_asks_at_doubling_intervals():
+    net, times = Network(), []
+    side = Side(net, "a")
+    net.send = lambda *_: times.append(net.now)
+    each = side.connection = side.endpoint.connect("b", 0.0, 10.0)
+    side.host.wake()
+    net.run(limit=3.0)
+    assert times == pytest.approx([0, 0.25, 0.75, 1.75, 2.75])
+    retry = wire.head(wire.RETRY, 0, each.id) + bytes(range(24))
+    for _ in range(2):                              # the second brings the same cookie
+        side.host.receive(each.seals[0].close(retry), "b")
+    net.run(limit=4.0)
+    assert times[5:] == pytest.approx([3.0, 3.25, 3.75])
+
+
+def test_the_listener_waits_for_a_packet_under_the_new_keys():
+    pair = Pair(faults=Faults(delay=0.005))
+    pair.there.trace = []
+    assert pair.net.run(lambda: pair.a.connection.state == "open", 5.0)
+    pair.net.run(limit=pair.net.now + 0.004)        # ACCEPT came, and what follows is under way
+    kinds = [kind_of(data) for data in pair.there.trace]
+    assert kinds[:2] == [wire.INIT, wire.PING]
+    assert pair.b.connection is None and len(pair.b.endpoint.half) == 1
+    pair.net.run(limit=pair.net.now + 0.004)
+    assert pair.b.connection.state == "open" and not pair.b.endpoint.half
+
+
+def test_ids_and_nonces_are_new():
+    endpoint = Endpoint(KEY)
+    several = [endpoint.connect("b", 0.0, 5.0) for _ in range(20)]
+    assert len({each.id for each in several}) == len({each.nonce for each in several}) == 20
+    assert 0 < min(each.id for each in several) and max(each.id for each in several) >= 1 << 56
+
+
+def test_tags_and_cookies_are_compared_in_constant_time(monkeypatch):
+    compared, compare = [], hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest",
+                        lambda a, b: compared.append(bytes(b)[:16]) or compare(a, b))
+    pair = Pair()
+    pair.there.trace = []
+    pair.open()
+    for data in pair.there.trace:
+        assert bytes(data[-16:]) in compared
+    cookie = pair.a.connection.cookie
+    assert cookie[:16] in compared
+
+
+def test_every_packet_has_a_number_of_its_own():
+    pair = Pair(4, Faults(loss=0.2, **LINK))
+    pair.there.trace, pair.back.trace = [], []
+    pair.open()
+    pair.deliver(noise(300_000))
+    assert pair.a.endpoint.stats["retransmissions"] > 10
+    for path in (pair.there, pair.back):
+        numbers = [wire.HEAD.unpack_from(data)[0] & wire.NUMBER for data in path.trace
+                   if kind_of(data) >= wire.STREAM]
+        assert numbers == sorted(set(numbers))
+
+
+def test_when_feedback_is_due():
+    def due(*packets):
+        pair = Pair(faults=Faults(delay=0.005)).open()
+        each = pair.b.connection
+        for kind, body, skip in packets:
+            pair.hand(kind, body, pair.a.connection.number + skip)
+        return each.ack_at - pair.net.now if each.ack_at else 0.0
+    one = (wire.STREAM, wire.OFFSET.pack(0) + b"a", 0)
+    two = (wire.STREAM, wire.OFFSET.pack(1) + b"b", 0)
+    assert due(one) == pytest.approx(0.005)
+    assert due(one, two) == due((wire.PING, b"", 0)) == 0
+    assert due((one[0], one[1], 1)) == 0            # its number is not the next
+    number = Pair().open().b.connection.number
+    assert due((wire.ACK, feedback(number - 1, number - 1), 0)) == float("inf")
+
+
+def test_what_a_grant_told_is_not_told_again():
+    pair = Pair(2, Faults(loss=0.1, **LINK), window=1 << 16).open()
+    pair.deliver(noise(500_000))
+    each = pair.b.connection
+    assert each.seen_floor > 100
+    body = memoryview(each._feedback(pair.net.now))[wire.HEAD.size:-16]
+    assert wire.decode_feedback(body)[2][-1][0] >= each.seen_floor
+    assert each.seen_floor - 50 in each.seen, "it counts as seen"
+
+
+def test_what_was_lost_goes_before_what_is_new():
+    pair = Pair().open()
+    each = pair.a.connection
+    each.write(memoryview(noise(50_000)))
+    each.sent = 10_000
+    each.resend.add(2000, 2100)
+    first = next(iter(each._train(pair.net.now, 5, 1000)))
+    assert wire.OFFSET.unpack_from(first, wire.HEAD.size) == (2000,)
+    assert len(first) == wire.HEADER.size + 100 + 16, "these bytes and no more"
+
+
+def test_a_probe_timeout_declares_nothing_lost():
+    pair = Pair().open()
+    pair.deliver(noise(100_000))
+    pair.there.faults = Faults(loss=1.0)
+    lost = pair.a.endpoint.stats["datagrams_lost"]
+    pair.a.write(noise(10_000))
+    pair.net.run(limit=pair.net.now + 3)
+    assert pair.a.connection.doublings > 3
+    assert pair.a.endpoint.stats["datagrams_lost"] == lost
+
+
+def test_credit_never_falls():
+    pair = Pair().open()
+    each = pair.b.connection
+    number = each.number - 1
+    for credit in (1 << 30, 5, 1 << 29):            # they may come in any order
+        pair.hand(wire.ACK, feedback(number, number, credit=credit))
+        assert each.credit == 1 << 30
+
+
 # ---- controllers --------------------------------------------------------------------------------
 
 def run_of(size, sent=1.0):
@@ -941,3 +1097,64 @@ def test_vector_cookie():
     endpoint = Endpoint(KEY, random=lambda size: secret[:size])
     assert endpoint._cookie(case["time_us"], address, hello).hex() == case["cookie"]
     assert len(hello) == wire.HELLO.size
+
+
+# ---- the document -----------------------------------------------------------------------
+
+RULES = {
+    "10.1-1": "test_p37_random_and_damaged_datagrams",
+    "10.1-2": "test_p37_authenticated_garbage_closes_and_nothing_else",
+    "10.1-3": "test_p16_malformed_ranges",
+    "10.1-4": "test_p33_nothing_is_legal_where_it_says_something",
+    "10.1-5": "test_ids_and_nonces_are_new",
+    "10.2-1": "test_tags_and_cookies_are_compared_in_constant_time",
+    "10.2-2": "test_vector_keys_and_sealed_datagrams",
+    "10.2-3": "test_replayed_and_reflected_packets_change_nothing",
+    "10.3-1": "test_greetings_of_another_length_are_dropped",
+    "10.3-2": "test_u10_a_flood_of_recorded_greetings",
+    "10.3-3": "test_a_cookie_is_for_one_address_and_ten_seconds",
+    "10.3-4": "test_a_dialler_asks_at_doubling_intervals",
+    "10.3-5": "test_half_open_connections_are_few_and_short",
+    "10.3-6": "test_another_version_is_refused_by_name",
+    "10.3-7": "test_our_own_greeting_reflected_is_not_answered",
+    "10.3-8": "test_the_listener_waits_for_a_packet_under_the_new_keys",
+    "10.3-9": "test_u12_p27_a_restart_on_the_same_address",
+    "10.4-1": "test_every_packet_has_a_number_of_its_own",
+    "10.4-2": "test_p14_the_last_number_ends_the_connection",
+    "10.4-3": "test_p15_acknowledging_a_number_left_out",
+    "10.4-4": "test_p15_acknowledging_a_packet_never_sent",
+    "10.5-1": "test_when_feedback_is_due",
+    "10.5-2": "test_p20_a_lost_grant_is_sent_again",
+    "10.5-3": "test_feedback_says_what_came",
+    "10.5-4": "test_what_a_grant_told_is_not_told_again",
+    "10.5-5": "test_p36_only_so_many_gaps",
+    "10.6-1": "test_loss_trace",
+    "10.6-2": "test_what_was_lost_goes_before_what_is_new",
+    "10.6-3": "test_p20_a_lost_grant_is_sent_again",
+    "10.6-4": "test_a_probe_timeout_declares_nothing_lost",
+    "10.6-5": "test_loss_trace",
+    "10.7-1": "test_p23_sizes_follow_the_path",
+    "10.8-1": "test_credit_never_falls",
+    "10.8-2": "test_p20_a_reader_that_sleeps",
+    "10.8-3": "test_credit_cannot_be_exceeded",
+    "10.8-4": "test_p22_nothing_that_a_peer_feeds_grows",
+    "10.8-5": "test_p36_the_same_bytes_twice_must_be_the_same",
+    "10.8-6": "test_p20_every_first_grant_is_lost",
+    "10.9-1": "test_p23_sizes_follow_the_path",
+    "10.9-2": "test_p23_sizes_follow_the_path",
+    "10.9-3": "test_p23_a_path_that_shrinks",
+    "10.10-1": "test_close_delivers_what_was_written",
+    "10.10-2": "test_close_is_said_again_until_it_is_heard",
+    "10.10-3": "test_close_is_said_again_until_it_is_heard",
+    "10.10-4": "test_u4_a_blackhole_without_end",
+    "10.10-5": "test_u12_p27_a_restart_on_the_same_address",
+    "10.10-6": "test_replayed_and_reflected_packets_change_nothing",
+}
+
+
+def test_every_rule_of_section_10_has_a_test():
+    document = (Path(__file__).parent.parent / "PROTOCOL.md").read_text()
+    ids = re.findall(r"^- \[MDP-(10[\d.]*-\d+)\]", document, re.M)
+    assert sorted(ids) == sorted(RULES)
+    for rule, test in RULES.items():
+        assert callable(globals().get(test)), f"MDP-{rule} names {test}"

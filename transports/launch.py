@@ -704,6 +704,10 @@ def launch(fn: Callable[..., Any], args: Sequence[Any] = (), workers: int = 2,
             signal.raise_signal(report.interrupted)
         if report.code:
             raise LaunchError(report.text)
+        silent = [r for r in range(workers) if not (path / f"result{r}" / "value.json").exists()]
+        if silent:
+            raise LaunchError(f"rank {silent[0]} ended, with exit code 0, before {fn.__name__} "
+                              "returned: it, or what it calls, ends the process")
         return [remote.load(path / f"result{rank}") for rank in range(workers)]
 
 
