@@ -34,6 +34,7 @@ import argparse
 import atexit
 import collections
 import contextlib
+import copy
 import enum
 import functools
 import hashlib
@@ -537,6 +538,7 @@ def topological_order(roots: Iterable[Node | Tensor]) -> list[Node | Tensor]:
     return order
 
 
+_anomaly: ContextVar[bool] = ContextVar("anomaly", default=False)
 _callbacks: ContextVar[list | None] = ContextVar("callbacks", default=None)
 
 
@@ -617,6 +619,10 @@ def run_backward(
                 result = derivative(gradient, *arguments)
                 if result is not None:
                     part = fitted(result, edge, node)
+                    if node.where and np.isnan(to_array(part)).any():
+                        raise RuntimeError(f"{node.op.name} made the first NaN of this backward, "
+                                           f"in the gradient of its input {position}. It was "
+                                           f"called here:\n{node.where}")
                     # An array that owns its memory and is not the incoming gradient was made by
                     # the derivative (which by rule returns no saved value itself).
                     add(edge, part, part is not gradient and type(part) is np.ndarray
@@ -788,6 +794,9 @@ class enable_grad(no_grad):  # noqa: N801
 
     def __init__(self, function: Callable | None = None) -> None:
         set_grad_enabled.__init__(self, True)
+
+
+inference_mode = no_grad
 
 
 def is_grad_enabled() -> bool:
@@ -995,7 +1004,8 @@ class Op:
         node = Node()
         node.op, node.edges, node.steps, node.static = self, edges, steps, static
         node.shape, node.dtype = result._array.shape, result._array.dtype
-        node._hooks = node.where = None
+        node._hooks = None
+        node.where = called_from() if _anomaly.get() else ""
         node.saved = saved = {}
         for name, source in saves:
             if source == "out":
@@ -1647,6 +1657,131 @@ def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: 
     return input * beta + matmul(mat1, mat2) * alpha
 
 
+def einsum(equation: str, *operands: Any) -> Tensor:
+    """Sums of products by index letters: einsum("bij,bjk->bik", x, y) is a batch of products.
+
+    The operands are taken two at a time; an index that later operands and the result do not
+    mention is summed at once."""
+    tensors = list(operands[0]) if len(operands) == 1 and not isinstance(operands[0], Tensor) else \
+        list(operands)
+    terms, result = einsum_terms(equation, tensors)
+    for k, (term, x) in enumerate(zip(terms, tensors)):
+        for letter in set(term):
+            while term.count(letter) > 1:  # a repeated index walks along a diagonal
+                first, second = term.index(letter), term.rindex(letter)
+                x = diagonal(x, 0, first, second)
+                term = term[:first] + term[first + 1 : second] + term[second + 1 :] + letter
+        terms[k], tensors[k] = term, x
+    term, x = terms[0], tensors[0]
+    for k in range(1, len(terms)):
+        later = "".join(terms[k + 1 :]) + result
+        y, other = tensors[k], terms[k]
+        x, term = sum_alone(x, term, other + later)
+        y, other = sum_alone(y, other, term + later)
+        out = "".join(dict.fromkeys(i for i in term + other if i in later))
+        x, term = _einsum(x, y, a=term, b=other, out=out), out
+    x, term = sum_alone(x, term, result)
+    return permute(x, [term.index(i) for i in result])
+
+
+def einsum_terms(equation: str, tensors: list[Tensor]) -> tuple[list[str], str]:
+    """The index letters of each operand and of the result, with the ellipsis spelled out."""
+    left, arrow, result = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if len(terms) != len(tensors):
+        raise RuntimeError(f"einsum {equation!r} names {len(terms)} operands, got {len(tensors)}")
+    named = [len(t.replace("...", "")) for t in terms]
+    extra = max((x.ndim - n for x, n, t in zip(tensors, named, terms) if "..." in t), default=0)
+    spare = [c for c in map(chr, range(65, 123)) if c.isalpha() and c not in equation][:extra]
+    for i, (term, x, n) in enumerate(zip(terms, tensors, named)):
+        if x.ndim != n and not ("..." in term and x.ndim > n):
+            raise RuntimeError(f"einsum {equation!r}: operand {i} has {x.ndim} dimensions")
+        terms[i] = term.replace("...", "".join(spare[extra - (x.ndim - n):]))
+    if not arrow:
+        letters = "".join(terms)
+        result = "..." + "".join(sorted(c for c in set(letters) - set(spare)
+                                        if letters.count(c) == 1))
+    return terms, result.replace("...", "".join(spare))
+
+
+def sum_alone(x: Tensor, term: str, others: str) -> tuple[Tensor, str]:
+    alone = [i for i, letter in enumerate(term) if letter not in others]
+    return (x.sum(alone) if alone else x), "".join(c for c in term if c in others)
+
+
+@op(x=lambda g, y, a, b, out: _einsum(g, y, a=out, b=b, out=a),
+    y=lambda g, x, a, b, out: _einsum(x, g, a=a, b=out, out=b))
+def _einsum(x, y, *, a, b, out):
+    return np.einsum(f"{a},{b}->{out}", x, y, optimize=True)
+
+
+def baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1,
+            alpha: float = 1) -> Tensor:
+    return input * beta + matmul(batch1, batch2) * alpha
+
+
+def diagonal(self: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
+    return _diagonal(self, offset=offset, dim1=dim1 % self.ndim, dim2=dim2 % self.ndim)
+
+
+@op(view=True, x=lambda g, x_shape, offset, dim1, dim2:
+    on_diagonal(g, shape=x_shape, offset=offset, dim1=dim1, dim2=dim2))
+def _diagonal(x, *, offset, dim1, dim2):
+    return np.diagonal(x, offset, dim1, dim2)
+
+
+@op(x=lambda g, offset, dim1, dim2: _diagonal(g, offset=offset, dim1=dim1, dim2=dim2))
+def on_diagonal(x, *, shape, offset, dim1, dim2):
+    out = np.zeros(shape, x.dtype)
+    line = np.diagonal(out, offset, dim1, dim2)
+    line.flags.writeable = True  # NumPy marks diagonals read-only, this one is ours
+    line[...] = x
+    return out
+
+
+def diag(self: Tensor, diagonal: int = 0) -> Tensor:
+    if self.ndim == 2:
+        return _diagonal(self, offset=diagonal, dim1=0, dim2=1)
+    n = self.shape[0] + abs(diagonal)
+    return on_diagonal(self, shape=(n, n), offset=diagonal, dim1=0, dim2=1)
+
+
+def unflatten(self: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    dim %= self.ndim
+    return reshape(self, *self.shape[:dim], *sizes, *self.shape[dim + 1 :])
+
+
+def repeat_interleave(self: Tensor, repeats: Any, dim: int | None = None) -> Tensor:
+    x, dim = (self.reshape(-1), 0) if dim is None else (self, dim)
+    return index_select(x, dim, wrap(np.repeat(np.arange(x.shape[dim]), to_array(repeats))))
+
+
+def tile(self: Tensor, *dims: Any) -> Tensor:
+    dims = sizes(dims)
+    return repeat(self, (1,) * (self.ndim - len(dims)) + dims)
+
+
+def hstack(tensors: Sequence[Tensor]) -> Tensor:
+    return cat([t.reshape(-1) if t.ndim < 1 else t for t in tensors], min(tensors[0].ndim, 2) // 2)
+
+
+def vstack(tensors: Sequence[Tensor]) -> Tensor:
+    return cat([t.reshape(1, -1) if t.ndim < 2 else t for t in tensors], 0)
+
+
+def meshgrid(*tensors: Any, indexing: str = "ij") -> tuple[Tensor, ...]:
+    vectors = list(tensors[0]) if not isinstance(tensors[0], Tensor) else list(tensors)
+    flip_first = indexing == "xy" and len(vectors) > 1
+    if flip_first:
+        vectors[:2] = vectors[1::-1]
+    shape = [v.numel() for v in vectors]
+    grids = [v.reshape([-1 if i == k else 1 for i in range(len(shape))]).expand(shape)
+             for k, v in enumerate(vectors)]
+    if flip_first:
+        grids = [g.transpose(0, 1) for g in (grids[1], grids[0], *grids[2:])]
+    return tuple(grids)
+
+
 # NumPy's names for movement, as the derivatives above use them on tensors.
 numpy_to_op.update({
     np.expand_dims: lambda x, axis: x.unsqueeze(axis),
@@ -2277,7 +2412,7 @@ for _function in (
     flatten, permute, transpose, squeeze, unsqueeze, expand, repeat, split, chunk, unbind, narrow,
     select, index_select, gather, scatter, scatter_add, masked_fill, masked_select, tril, triu,
     flip, roll, sort, argsort, topk, softmax, log_softmax, isclose, allclose, equal, clone,
-    bernoulli, multinomial,
+    bernoulli, multinomial, diagonal, diag, unflatten, repeat_interleave, tile, baddbmm, masked_fill,
 ):  # fmt: skip
     METHODS[_function.__name__] = _function
 METHODS |= {"mm": matmul, "bmm": matmul, "mv": matmul}
@@ -2326,6 +2461,309 @@ for _name, _value in {
         "short": int16, "bool": np.dtype(bool)}.items()},
 }.items():
     setattr(Tensor, _name, _value)
+
+
+# -- derivatives of one's own, checks and tools ----------------------------------------------------
+
+
+class Context:
+    """What a Function's forward leaves for its backward."""
+
+    def __init__(self, function: type[Function], args: Sequence[Any]) -> None:
+        self.function, self.last = function, None
+        self.needs_input_grad = tuple(isinstance(x, Tensor) and x.requires_grad for x in args)
+        self.kept: tuple = ()
+        self.constant: set[int] = set()
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.kept = tuple((t, None if t is None else t._storage.version) for t in tensors)
+
+    def mark_non_differentiable(self, *outputs: Tensor) -> None:
+        self.constant = {id(o) for o in outputs}
+
+    @property
+    def saved_tensors(self) -> tuple:
+        for tensor, version in self.kept:
+            if tensor is not None and tensor._storage.version != version:
+                raise RuntimeError(f"{self.function.__name__} saved a tensor of shape "
+                                   f"{tuple(tensor.shape)} that was changed in place since by "
+                                   f"{tensor._storage.changed_by}")
+        # An output that was saved stands in the graph where the derivative is differentiated.
+        return tuple(self.cut(wrap(self.joined, self.node()), self.ids.index(id(t)))
+                     if id(t) in self.ids and is_grad_enabled() else t for t, _ in self.kept)
+
+    def cut(self, whole: Tensor, k: int) -> Tensor:
+        start = sum(o.numel() for o in self.outputs[:k])
+        return whole[start : start + self.outputs[k].numel()].reshape(self.outputs[k].shape)
+
+    def gradients(self, g: Any) -> tuple:
+        """backward's results, computed once for all inputs."""
+        if self.last is None or self.last[0] is not g:
+            whole = g if isinstance(g, Tensor) else wrap(g)
+            parts = [self.cut(whole, k) for k in range(len(self.outputs))]
+            results = self.function.backward(self, *parts)
+            results = results if isinstance(results, tuple) else (results,)
+            if len(results) != len(self.needs_input_grad):
+                raise RuntimeError(f"{self.function.__name__}.backward returned {len(results)} "
+                                   f"gradients for {len(self.needs_input_grad)} inputs")
+            if not isinstance(g, Tensor):  # copies: the engine may add into what it gets
+                results = tuple(None if r is None else np.array(to_array(r)) for r in results)
+            self.last = (g, results)
+        return self.last[1]
+
+
+class Function:
+    """An operation with a derivative of one's own: static forward(ctx, ...) and
+    backward(ctx, *gradients), called by Function.apply(...)."""
+
+    @classmethod
+    def apply(cls: Any, *args: Any, **options: Any) -> Any:
+        ctx = Context(cls, args)
+        with no_grad():
+            results = cls.forward(ctx, *args, **options)
+        outputs = results if isinstance(results, tuple) else (results,)
+        ctx.outputs = [o for o in outputs if o.dtype.kind == "f" and id(o) not in ctx.constant]
+        ctx.ids = [id(o) for o in ctx.outputs]
+        if not (is_grad_enabled() and any(ctx.needs_input_grad) and ctx.outputs):
+            return results
+        # A node has one result. Several travel as one, end to end, and are cut out of it again.
+        ctx.joined = np.concatenate([o._array.ravel() for o in ctx.outputs])
+        this = Op(lambda *xs: None, {"xs": lambda g, i: ctx.gradients(g)[i]}, {}, False, False)
+        this.name = cls.__name__
+        whole = this.recorded(args, args, {}, ctx.joined)
+        ctx.node = weakref.ref(whole._edge)
+        made = tuple(ctx.cut(whole, ctx.ids.index(id(o))) if id(o) in ctx.ids else o
+                     for o in outputs)
+        return made if isinstance(results, tuple) else made[0]
+
+
+def checkpoint(function: Callable, *args: Any, use_reentrant: bool = False, **options: Any) -> Any:
+    """function(*args), whose inner values are computed again in backward instead of kept (Chen et
+    al., 2016): memory for time. Random numbers are drawn the same the second time."""
+    state = _generator.get().get_state()
+
+    class Checkpoint(Function):
+        @staticmethod
+        def forward(ctx: Any, anchor: Tensor, *args: Any) -> Any:
+            ctx.args = args
+            return function(*args, **options)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            if is_grad_enabled():
+                raise RuntimeError("checkpoint has no second derivatives: call function directly")
+            now = _generator.get().get_state()
+            _generator.get().set_state(state)
+            with enable_grad():
+                args = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a
+                        for a in ctx.args]
+                results = function(*args, **options)
+            _generator.get().set_state(now)
+            results = results if isinstance(results, tuple) else (results,)
+            pairs = [(r, g) for r, g in zip(results, gradients) if r.requires_grad]
+            run_backward([r for r, _ in pairs], [g for _, g in pairs], False, False)
+            return (None, *(a.grad if isinstance(a, Tensor) else None for a in args))
+
+    # The function's parameters are not among its arguments; the anchor makes it be recorded.
+    return Checkpoint.apply(zeros(0, requires_grad=True), *args)
+
+
+def jacobian(func: Callable, inputs: Any, create_graph: bool = False) -> Any:
+    """d func(inputs)[i] / d inputs[j], of shape (*output, *input), a tuple for several inputs."""
+    several = isinstance(inputs, tuple)
+    xs = [x if create_graph else x.detach().requires_grad_() for x in
+          (inputs if several else (inputs,))]
+    y = func(*xs)
+    rows = [grad(y, xs, one.reshape(y.shape), retain_graph=True, create_graph=create_graph,
+                 allow_unused=True, materialize_grads=True)
+            for one in eye(y.numel(), dtype=y.dtype)]
+    columns = tuple(stack([row[k] for row in rows]).reshape(*y.shape, *x.shape)
+                    for k, x in enumerate(xs))
+    return columns if several else columns[0]
+
+
+def hvp(func: Callable, inputs: Any, v: Any = None) -> tuple[Tensor, Any]:
+    """func(inputs) and its Hessian times v, without forming the Hessian (Pearlmutter, 1994)."""
+    several = isinstance(inputs, tuple)
+    xs = [x.detach().requires_grad_() for x in (inputs if several else (inputs,))]
+    vs = v if several else (v,)
+    y = func(*xs)
+    first = grad(y, xs, create_graph=True, allow_unused=True, materialize_grads=True)
+    along_v = sum((g * w).sum() for g, w in zip(first, vs))
+    products = grad(along_v, xs, allow_unused=True, materialize_grads=True) \
+        if along_v.requires_grad else tuple(zeros_like(x) for x in xs)
+    return y.detach(), products if several else products[0]
+
+
+def gradcheck(func: Callable, inputs: Any, eps: float = 1e-6, atol: float = 1e-5,
+              rtol: float = 1e-3, raise_exception: bool = True) -> bool:
+    """Compare gradients with differences (f(x + eps) - f(x - eps)) / 2 eps, in float64."""
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+
+    def outputs() -> list[Tensor]:
+        results = func(*inputs)
+        results = results if isinstance(results, (tuple, list)) else (results,)
+        return [r for r in results if r.dtype.kind == "f"]
+
+    for k, x in enumerate(inputs):
+        if not (isinstance(x, Tensor) and x.requires_grad):
+            continue
+        if x.dtype != float64:
+            raise ValueError(f"gradcheck needs float64, input {k} is {x.dtype}")
+        for j, y in enumerate(outputs()):
+            exact = jacobian_rows(y, x)
+            numeric = np.zeros_like(exact)
+            for i in np.ndindex(x.shape):
+                sides = []
+                for step in (eps, -2 * eps):
+                    x._array[i] += step
+                    with no_grad():
+                        sides.append(outputs()[j]._array.copy())
+                x._array[i] += eps
+                numeric[:, np.ravel_multi_index(i, x.shape) if i else 0] = \
+                    ((sides[0] - sides[1]) / (2 * eps)).ravel()
+            if not np.allclose(exact, numeric, rtol, atol, equal_nan=True):
+                if not raise_exception:
+                    return False
+                worst = np.unravel_index(np.argmax(np.abs(exact - numeric)), exact.shape)
+                raise RuntimeError(f"gradient of output {j} to input {k} differs: at element "
+                                   f"{worst[0]} to {worst[1]} the derivative is {exact[worst]:.8g}, "
+                                   f"the difference quotient {numeric[worst]:.8g}")
+    return True
+
+
+def jacobian_rows(y: Tensor, x: Tensor) -> np.ndarray:
+    if not y.requires_grad:
+        return np.zeros((y.numel(), x.numel()))
+    rows = [grad(y, x, one.reshape(y.shape), retain_graph=True, allow_unused=True,
+                 materialize_grads=True)[0]._array.ravel() for one in eye(y.numel(), dtype=y.dtype)]
+    return np.stack(rows) if rows else np.zeros((0, x.numel()))
+
+
+def gradgradcheck(func: Callable, inputs: Any, grad_outputs: Any = None, **options: Any) -> bool:
+    """gradcheck of the gradient, also with respect to the gradients that flow in."""
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+    y = func(*inputs)
+    ys = [t for t in (y if isinstance(y, (tuple, list)) else (y,)) if t.requires_grad]
+    seeds = [randn_like(t).requires_grad_() for t in ys]
+
+    def gradient(*args: Any) -> tuple:
+        result = func(*args[: len(inputs)])
+        results = [t for t in (result if isinstance(result, (tuple, list)) else (result,))
+                   if t.requires_grad or not is_grad_enabled()]
+        with enable_grad():
+            return grad([t for t in results], wanted, list(args[len(inputs):]), create_graph=True,
+                        allow_unused=True, materialize_grads=True)
+
+    def recorded(*args: Any) -> tuple:
+        with enable_grad():
+            return gradient(*args)
+
+    return gradcheck(recorded, (*inputs, *seeds), **options)
+
+
+class detect_anomaly(contextlib.ContextDecorator):  # noqa: N801
+    """Remember where each op was called, and stop backward at the first NaN, naming the op and
+    that line."""
+
+    def __init__(self, check_nan: bool = True) -> None:
+        self.before: list[bool] = []
+
+    def __enter__(self) -> None:
+        self.before.append(_anomaly.get())
+        _anomaly.set(True)
+
+    def __exit__(self, *error: object) -> None:
+        _anomaly.set(self.before.pop())
+
+
+def called_from() -> str:
+    """The innermost line of the stack that is not of this file."""
+    import traceback
+
+    lines = [f for f in traceback.extract_stack() if f.filename != __file__]
+    return "".join(traceback.format_list(lines[-1:])).rstrip()
+
+
+def graph(self: Tensor) -> Graph:
+    """The graph behind a tensor, as text in the DOT language of graphviz; a picture in a
+    notebook where graphviz is installed."""
+    lines, numbers = ["digraph {", "  rankdir=BT; node [shape=box, fontname=monospace]"], {}
+    for k, node in enumerate(topological_order([edge_of(self)] if edge_of(self) else [])):
+        numbers[node] = k
+        shape = tuple(node.shape)
+        style = ", style=filled" if isinstance(node, Tensor) else ""
+        lines.append(f'  n{k} [label="{name_of(node)} {shape}"{style}]')
+    for node, k in numbers.items():
+        lines += [f"  n{numbers[edge]} -> n{k}" for edge in node.edges if edge is not None]
+    return Graph("\n".join([*lines, "}"]))
+
+
+class Graph(str):
+    def _repr_svg_(self) -> str | None:
+        import shutil
+        import subprocess
+
+        if shutil.which("dot") is None:
+            return None
+        return subprocess.run(["dot", "-Tsvg"], input=self, text=True, capture_output=True,
+                              check=True).stdout
+
+
+Tensor.graph = graph  # type: ignore[attr-defined]
+
+# -- distributions ---------------------------------------------------------------------------------
+
+
+class Categorical:
+    """One of several classes, by probabilities or by logits in the last dimension."""
+
+    def __init__(self, probs: Tensor | None = None, logits: Tensor | None = None) -> None:
+        if (probs is None) == (logits is None):
+            raise ValueError("Categorical takes either probs or logits")
+        self.logits = log_softmax(logits, -1) if probs is None else \
+            log(clamp(probs / probs.sum(-1, keepdim=True), min=np.finfo(probs.dtype).eps))
+        self.probs = softmax(logits, -1) if probs is None else probs / probs.sum(-1, keepdim=True)
+
+    def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
+        shape = (*sample_shape, *self.probs.shape[:-1])
+        edges = np.cumsum(self.probs._array, -1)
+        draws = rng().random((*shape, 1)) * edges[..., -1:]
+        return wrap((draws >= edges).sum(-1))
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        index = value.to(int64).unsqueeze(-1)
+        logits = expand(self.logits, *value.shape, self.logits.shape[-1])
+        return gather(logits, -1, index).squeeze(-1)
+
+    def entropy(self) -> Tensor:
+        return -(self.probs * self.logits).sum(-1)
+
+
+class Normal:
+    """Normal numbers with mean loc and standard deviation scale."""
+
+    def __init__(self, loc: Any, scale: Any) -> None:
+        self.loc, self.scale = as_tensor(loc), as_tensor(scale)
+        if not (self.scale._array > 0).all():
+            raise ValueError("Normal needs a scale above 0")
+        self.mean, self.stddev, self.variance = self.loc, self.scale, square(self.scale)
+
+    def rsample(self, sample_shape: Sequence[int] = ()) -> Tensor:
+        shape = np.broadcast_shapes(self.loc.shape, self.scale.shape)
+        return self.loc + self.scale * randn(*sample_shape, *shape, dtype=self.scale.dtype)
+
+    def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
+        with no_grad():
+            return self.rsample(sample_shape)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        distance = square((value - self.loc) / self.scale)
+        return -distance * 0.5 - log(self.scale) - 0.5 * math.log(2 * math.pi)
+
+    def entropy(self) -> Tensor:
+        return log(self.scale) + 0.5 + 0.5 * math.log(2 * math.pi)
 
 
 # =================================================================================================
@@ -2386,6 +2824,46 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
         inner = input * (1 + input * input * 0.044715) * math.sqrt(2 / math.pi)
         return input * (tanh(inner) + 1) * 0.5
     return input * (erf(input * math.sqrt(0.5)) + 1) * 0.5
+
+
+@op(x=lambda g, x, low, high: g * ((x > low) & (x < high)))  # flat at the bounds, unlike clamp
+def _hardtanh(x, *, low, high):
+    return np.clip(x, low, high)
+
+
+def hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0,
+             inplace: bool = False) -> Tensor:
+    return _hardtanh(input, low=min_val, high=max_val)
+
+
+def relu6(input: Tensor, inplace: bool = False) -> Tensor:
+    return _hardtanh(input, low=0.0, high=6.0)
+
+
+def selu(input: Tensor, inplace: bool = False) -> Tensor:
+    """Klambauer et al., 2017: the constants keep mean 0 and variance 1 through the layers."""
+    return elu(input, 1.6732632423543772) * 1.0507009873554805
+
+
+def prelu(input: Tensor, weight: Tensor) -> Tensor:
+    if weight.numel() > 1 and input.ndim > 1:
+        weight = weight.reshape(-1, *(1,) * (input.ndim - 2))
+    return where(input > 0, input, input * weight)
+
+
+def mish(input: Tensor, inplace: bool = False) -> Tensor:
+    return input * tanh(_softplus(input))
+
+
+def softsign(input: Tensor) -> Tensor:
+    return input / (_abs(input) + 1)
+
+
+def glu(input: Tensor, dim: int = -1) -> Tensor:
+    a, b = chunk(input, 2, dim)
+    if a.shape != b.shape:
+        raise RuntimeError(f"glu halves dimension {dim}, of odd size {input.shape[dim]}")
+    return a * sigmoid(b)
 
 
 # -- linear and convolution ------------------------------------------------------------------------
@@ -2516,6 +2994,40 @@ def convolution(n: int) -> Callable[..., Tensor]:
 conv1d, conv2d = convolution(1), convolution(2)
 
 
+@op(x=lambda g, w, stride, dilation, groups: _conv(g, w, stride=stride, dilation=dilation,
+                                                   groups=groups),
+    w=lambda g, x, w_shape, stride, dilation, groups:
+    conv_to_weight(x, g, w_shape, stride, dilation, groups))
+def _conv_transpose(x, w, *, size, stride, dilation, groups):
+    # The derivative of a convolution to its input is a convolution the other way.
+    shape = (x.shape[0], w.shape[1] * groups, *size)
+    return conv_to_input(x, w, shape, stride, dilation, groups)
+
+
+def conv_transpose2d(input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
+                     padding: Any = 0, output_padding: Any = 0, groups: int = 1,
+                     dilation: Any = 1) -> Tensor:
+    """The adjoint of conv2d: input (batch, in, h, w), weight (in, out / groups, kh, kw)."""
+    if input.ndim == 3:
+        return conv_transpose2d(input.unsqueeze(0), weight, bias, stride, padding, output_padding,
+                                groups, dilation).squeeze(0)
+    stride, padding, dilation, extra = (numbers(v, 2) for v in
+                                        (stride, padding, dilation, output_padding))
+    if input.shape[1] != weight.shape[0]:
+        raise RuntimeError(f"conv_transpose2d with a weight of shape {tuple(weight.shape)} takes "
+                           f"{weight.shape[0]} channels, the input has shape {tuple(input.shape)}")
+    if any(e >= max(s, d) for e, s, d in zip(extra, stride, dilation)):
+        raise RuntimeError(f"output_padding {extra} must be smaller than stride or dilation")
+    full = [(n - 1) * s + d * (k - 1) + 1 for n, s, d, k in
+            zip(input.shape[2:], stride, dilation, weight.shape[2:])]
+    grown = tuple(f + max(e - p, 0) for f, e, p in zip(full, extra, padding))
+    out = _conv_transpose(input, weight, size=grown, stride=stride, dilation=dilation,
+                          groups=groups)
+    cut = tuple(slice(p, f - p + e) for f, p, e in zip(full, padding, extra))
+    out = out[(..., *cut)] if any(padding) else out
+    return out if bias is None else out + bias.reshape(-1, 1, 1)
+
+
 # -- pooling ---------------------------------------------------------------------------------------
 
 
@@ -2574,6 +3086,55 @@ def max_pooling(n: int) -> Callable[..., Any]:
 
 
 max_pool1d, max_pool2d = max_pooling(1), max_pooling(2)
+
+
+def avg_pooling(n: int) -> Callable[..., Tensor]:
+    def pool(input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0,
+             ceil_mode: bool = False, count_include_pad: bool = True,
+             divisor_override: int | None = None) -> Tensor:
+        """The mean of each window. Padding counts as zeros, or not at all."""
+        x, kernel, stride, ones_ = pooled(input, n, kernel_size, stride, padding, 1, ceil_mode, 0.0)
+        axes = tuple(range(-n, 0))
+        total = windows(x, kernel=kernel, stride=stride, dilation=ones_).sum(axes)
+        if divisor_override:
+            return total / divisor_override
+        # Elements that ceil_mode added past the padding never count.
+        edge = numbers(padding, n) if count_include_pad else (0,) * n
+        inside = np.zeros(x.shape[-n:], input.dtype)
+        inside[tuple(slice(p - e, p + size + e) for p, e, size in
+                     zip(numbers(padding, n), edge, input.shape[-n:]))] = 1
+        sizes = windows(inside, kernel=kernel, stride=stride, dilation=ones_).sum(axes)
+        return total / wrap(sizes)
+
+    pool.__name__ = pool.__qualname__ = f"avg_pool{n}d"
+    return pool
+
+
+avg_pool1d, avg_pool2d = avg_pooling(1), avg_pooling(2)
+
+
+def adaptive_avg_pooling(n: int) -> Callable[..., Tensor]:
+    def pool(input: Tensor, output_size: Any) -> Tensor:
+        """Means of output_size windows that cover the input as evenly as whole numbers allow:
+        one product with a matrix of shares for each dimension."""
+        for dim, size in zip(range(-n, 0), numbers(output_size, n)):
+            if size is not None:
+                share = spans(input.shape[dim], size, input.dtype)
+                input = transpose(matmul(transpose(input, dim, -1), wrap(share)), dim, -1)
+        return input
+
+    pool.__name__ = pool.__qualname__ = f"adaptive_avg_pool{n}d"
+    return pool
+
+
+def spans(n: int, size: int, dtype: Any) -> np.ndarray:
+    """(n, size): column i holds the mean over floor(i n / size) .. ceil((i + 1) n / size)."""
+    place, i = np.arange(n)[:, None], np.arange(size)
+    inside = (place >= i * n // size) & (place < -(-(i + 1) * n // size))
+    return (inside / inside.sum(0)).astype(dtype)
+
+
+adaptive_avg_pool1d, adaptive_avg_pool2d = adaptive_avg_pooling(1), adaptive_avg_pooling(2)
 
 
 # -- normalisation, dropout, embedding -------------------------------------------------------------
@@ -2654,6 +3215,60 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     return input * wrap(mask * input.dtype.type(1 / (1 - p)))
 
 
+def per_channel(out: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    shape = (1, -1, *(1,) * (out.ndim - 2))
+    out = out if weight is None else out * weight.reshape(shape)
+    return out if bias is None else out + bias.reshape(shape)
+
+
+def group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None,
+               bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """Normalise groups of channels of each sample (Wu and He, 2018)."""
+    if input.shape[1] % num_groups:
+        raise RuntimeError(f"{input.shape[1]} channels do not divide into {num_groups} groups")
+    grouped = input.reshape(input.shape[0], num_groups, -1)
+    return per_channel(_standardize(grouped, axes=(2,), eps=eps).reshape(input.shape), weight, bias)
+
+
+def instance_norm(input: Tensor, running_mean: Tensor | None = None,
+                  running_var: Tensor | None = None, weight: Tensor | None = None,
+                  bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1,
+                  eps: float = 1e-5) -> Tensor:
+    """Normalise each channel of each sample by itself."""
+    return per_channel(_standardize(input, axes=tuple(range(2, input.ndim)), eps=eps), weight, bias)
+
+
+def rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
+             eps: float | None = None) -> Tensor:
+    """Divide by the root mean square (Zhang and Sennrich, 2019)."""
+    axes = tuple(range(-len(numbers(normalized_shape, 1)), 0))
+    eps = float(np.finfo(input.dtype).eps) if eps is None else eps
+    out = input * rsqrt(square(input).mean(axes, keepdim=True) + eps)
+    return out if weight is None else out * weight
+
+
+def dropout2d(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Dropout of whole channels."""
+    if not training or p == 0:
+        return input
+    shape = (*input.shape[: max(input.ndim - 2, 1)], *(1,) * min(2, input.ndim - 1))
+    return input * dropout(ones(shape, dtype=input.dtype), p)
+
+
+def normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -> Tensor:
+    return input / clamp(norm(input, p, dim, keepdim=True), min=eps)
+
+
+def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    lengths = clamp(norm(x1, 2, dim), min=eps) * clamp(norm(x2, 2, dim), min=eps)
+    return (x1 * x2).sum(dim) / lengths
+
+
+def pairwise_distance(x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6,
+                      keepdim: bool = False) -> Tensor:
+    return norm(x1 - x2 + eps, p, -1, keepdim)
+
+
 def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
     """Rows of weight (words, width) by index. The padding row gets no gradient."""
     if input.dtype.kind not in "iu":
@@ -2685,6 +3300,52 @@ def pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float 
             start = max(-left, 0)
             input = narrow(input, dim, start, input.shape[dim] - start - max(-right, 0))
     return _pad(input, widths=tuple((max(a, 0), max(b, 0)) for a, b in pairs), value=value or 0.0)
+
+
+# -- images ----------------------------------------------------------------------------------------
+
+
+def interpolate(input: Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest",
+                align_corners: bool | None = None) -> Tensor:
+    """Resize the last dimensions. Each is a product with a matrix of shares: one 1 a column for
+    nearest, two neighbours by distance for (bi)linear."""
+    n = input.ndim - 2
+    if mode not in ("nearest", "linear", "bilinear"):
+        raise ValueError(f"interpolate mode {mode!r} is not available: nearest, linear, bilinear")
+    factors = [None] * n if scale_factor is None else \
+        [scale_factor] * n if isinstance(scale_factor, (int, float)) else list(scale_factor)
+    targets = [int(m * f) for m, f in zip(input.shape[2:], factors)] if size is None else \
+        numbers(size, n)
+    for dim, target, factor in zip(range(2, input.ndim), targets, factors):
+        source = input.shape[dim]
+        step = 1 / factor if factor else source / target
+        i = np.arange(target)
+        if mode == "nearest":
+            place = np.minimum(np.floor(i * step), source - 1)
+        elif align_corners:
+            place = i * ((source - 1) / max(target - 1, 1))
+        else:
+            place = np.clip((i + 0.5) * step - 0.5, 0, source - 1)
+        share = np.clip(1 - np.abs(np.arange(source)[:, None] - place), 0, None)
+        input = transpose(matmul(transpose(input, dim, -1), wrap(share.astype(input.dtype))),
+                          dim, -1)
+    return input
+
+
+def unfold(input: Tensor, kernel_size: Any, dilation: Any = 1, padding: Any = 0,
+           stride: Any = 1) -> Tensor:
+    """Windows of images as columns: (batch, channels * kh * kw, places)."""
+    kernel, dilation, padding, stride = (numbers(v, 2) for v in
+                                         (kernel_size, dilation, padding, stride))
+    view = windows(padded(input, padding), kernel=kernel, stride=stride, dilation=dilation)
+    batch, channels = input.shape[:2]
+    return permute(view, 0, 1, 4, 5, 2, 3).reshape(batch, channels * math.prod(kernel), -1)
+
+
+def pixel_shuffle(input: Tensor, upscale_factor: int) -> Tensor:
+    r, (*batch, channels, height, width) = upscale_factor, input.shape
+    x = input.reshape(-1, channels // (r * r), r, r, height, width)
+    return permute(x, 0, 1, 4, 2, 5, 3).reshape(*batch, channels // (r * r), height * r, width * r)
 
 
 # -- losses ----------------------------------------------------------------------------------------
@@ -2795,6 +3456,75 @@ def binary_cross_entropy_with_logits(input: Tensor, target: Tensor, weight: Tens
         scale = 1 + (pos_weight - 1) * target
         losses = input * (1 - target) + scale * _softplus(-input)
     return reduced(losses if weight is None else losses * weight, reduction)
+
+
+def huber(x: Tensor, y: Tensor, delta: float = 1.0) -> Tensor:
+    distance = _abs(x - y)
+    return where(distance < delta, square(distance) * 0.5, (distance - 0.5 * delta) * delta)
+
+
+def smooth_l1(x: Tensor, y: Tensor, beta: float = 1.0) -> Tensor:
+    return _abs(x - y) if beta == 0 else huber(x, y, beta) / beta
+
+
+def bce(x: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
+    logs = clamp(log(x), min=-100) * y + clamp(log1p(-x), min=-100) * (1 - y)
+    return -logs if weight is None else -logs * weight
+
+
+huber_loss = elementwise_loss("huber_loss", huber)
+smooth_l1_loss = elementwise_loss("smooth_l1_loss", smooth_l1)
+binary_cross_entropy = elementwise_loss("binary_cross_entropy", bce)
+
+
+def kl_div(input: Tensor, target: Tensor, reduction: str = "mean",
+           log_target: bool = False) -> Tensor:
+    """target * (log(target) - input), for input in logarithms; 0 where the target is 0."""
+    if log_target:
+        losses = exp(target) * (target - input)
+    else:
+        logs = log(where(target > 0, target, 1.0))
+        losses = where(target > 0, target * (logs - input), target * -input * 0)
+    return losses.sum() / input.shape[0] if reduction == "batchmean" else reduced(losses, reduction)
+
+
+def triplet_margin_loss(anchor: Tensor, positive: Tensor, negative: Tensor, margin: float = 1.0,
+                        p: float = 2.0, eps: float = 1e-6, swap: bool = False,
+                        reduction: str = "mean") -> Tensor:
+    far = pairwise_distance(anchor, negative, p, eps)
+    if swap:
+        far = minimum(far, pairwise_distance(positive, negative, p, eps))
+    return reduced(relu(pairwise_distance(anchor, positive, p, eps) - far + margin), reduction)
+
+
+# -- attention -------------------------------------------------------------------------------------
+
+
+def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor,
+                                 attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+                                 is_causal: bool = False, scale: float | None = None) -> Tensor:
+    """softmax(query @ key.T / sqrt(width)) @ value (Vaswani et al., 2017).
+
+    A boolean mask says who may be looked at; a query that may look at nothing gives 0."""
+    return attend(query, key, value, attn_mask, dropout_p, is_causal, scale)[0]
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p: float,
+           is_causal: bool, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = matmul(query * scale, transpose(key, -1, -2))
+    if is_causal:
+        mask = wrap(np.tri(*scores.shape[-2:], dtype=bool))
+    if mask is not None and mask.dtype.kind == "b":
+        scores = where(mask, scores, -math.inf)
+        alone = ~mask._array.any(-1, keepdims=True)
+        if alone.any():  # rows of -inf alone would become NaN
+            weights = where(alone, 0.0, softmax(where(alone, 0.0, scores), -1))
+        else:
+            weights = softmax(scores, -1)
+    else:
+        weights = softmax(scores if mask is None else scores + mask, -1)
+    return matmul(dropout(weights, p), value), weights
 
 
 # =================================================================================================
@@ -3504,6 +4234,361 @@ class Flatten(Module):
         return f"start_dim={self.start_dim}, end_dim={self.end_dim}"
 
 
+class ConvTranspose2d(_Conv):
+    n = 2
+
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1,
+                 padding: Any = 0, output_padding: Any = 0, groups: int = 1, bias: bool = True,
+                 dilation: Any = 1) -> None:
+        super().__init__(in_channels, out_channels, kernel_size, stride, padding, dilation, groups,
+                         bias)
+        self.output_padding = numbers(output_padding, 2)
+        fan = out_channels // groups * math.prod(self.kernel_size)
+        self.weight = uniform_parameter(in_channels, out_channels // groups, *self.kernel_size,
+                                        fan=fan)
+        self.bias = uniform_parameter(out_channels, fan=fan) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return conv_transpose2d(x, self.weight, self.bias, self.stride, self.padding,
+                                self.output_padding, self.groups, self.dilation)
+
+
+class GroupNorm(Module):
+    def __init__(self, num_groups: int, num_channels: int, eps: float = 1e-5,
+                 affine: bool = True) -> None:
+        super().__init__()
+        self.num_groups, self.num_channels, self.eps, self.affine = (num_groups, num_channels, eps,
+                                                                     affine)
+        self.weight = Parameter(ones(num_channels)) if affine else None
+        self.bias = Parameter(zeros(num_channels)) if affine else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_groups}, {self.num_channels}, eps={self.eps}, affine={self.affine}"
+
+
+class InstanceNorm2d(_BatchNorm):
+    dims = (4,)
+
+    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1,
+                 affine: bool = False, track_running_stats: bool = False) -> None:
+        if track_running_stats:
+            raise ValueError("InstanceNorm2d keeps no running statistics: they are not available")
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return instance_norm(x, weight=self.weight, bias=self.bias, eps=self.eps)
+
+
+class RMSNorm(Module):
+    def __init__(self, normalized_shape: Any, eps: float | None = None,
+                 elementwise_affine: bool = True) -> None:
+        super().__init__()
+        self.normalized_shape, self.eps = numbers(normalized_shape, 1), eps
+        self.elementwise_affine = elementwise_affine
+        self.weight = Parameter(ones(self.normalized_shape)) if elementwise_affine else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return (f"{self.normalized_shape}, eps={self.eps}, "
+                f"elementwise_affine={self.elementwise_affine}")
+
+
+class PReLU(Module):
+    def __init__(self, num_parameters: int = 1, init: float = 0.25) -> None:
+        super().__init__()
+        self.num_parameters = num_parameters
+        self.weight = Parameter(full((num_parameters,), init))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return prelu(x, self.weight)
+
+    def extra_repr(self) -> str:
+        return f"num_parameters={self.num_parameters}"
+
+
+class Dropout2d(Dropout):
+    def forward(self, x: Tensor) -> Tensor:
+        return dropout2d(x, self.p, self.training)
+
+
+class Unflatten(Module):
+    def __init__(self, dim: int, unflattened_size: Sequence[int]) -> None:
+        super().__init__()
+        self.dim, self.unflattened_size = dim, unflattened_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        return unflatten(x, self.dim, self.unflattened_size)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, unflattened_size={self.unflattened_size}"
+
+
+# -- recurrent networks ----------------------------------------------------------------------------
+
+
+def rnn_step(x: Tensor, state: tuple, weight: Tensor, bias: Any, act: Callable) -> tuple:
+    return (act(x + linear(state[0], weight, bias)),)
+
+
+def lstm_step(x: Tensor, state: tuple, weight: Tensor, bias: Any, act: Callable) -> tuple:
+    """Hochreiter and Schmidhuber, 1997, with the forget gate of Gers et al., 2000."""
+    i, f, g, o = chunk(x + linear(state[0], weight, bias), 4, -1)
+    cell = sigmoid(f) * state[1] + sigmoid(i) * tanh(g)
+    return sigmoid(o) * tanh(cell), cell
+
+
+def gru_step(x: Tensor, state: tuple, weight: Tensor, bias: Any, act: Callable) -> tuple:
+    """Cho et al., 2014, with the reset gate after the product, as cuDNN and PyTorch have it."""
+    xr, xz, xn = chunk(x, 3, -1)
+    hr, hz, hn = chunk(linear(state[0], weight, bias), 3, -1)
+    update = sigmoid(xz + hz)
+    new = tanh(xn + sigmoid(xr + hr) * hn)
+    return ((state[0] - new) * update + new,)
+
+
+class _Recurrent(Module):
+    """Layers of one kind of step, over sequences (time, batch, features)."""
+
+    gates: int
+    states = 1
+    step: Callable
+
+    def __init__(self, input_size: int, hidden_size: int, num_layers: int = 1, bias: bool = True,
+                 batch_first: bool = False, dropout: float = 0.0, bidirectional: bool = False,
+                 nonlinearity: str = "tanh") -> None:
+        super().__init__()
+        self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
+        self.bias, self.batch_first, self.dropout = bias, batch_first, dropout
+        self.bidirectional, self.act = bidirectional, tanh if nonlinearity == "tanh" else relu
+        for layer in range(num_layers):
+            width = input_size if layer == 0 else hidden_size * (1 + bidirectional)
+            for suffix in self.suffixes(layer):
+                self.weights(suffix, width)
+
+    def suffixes(self, layer: int) -> list[str]:
+        return [f"_l{layer}", f"_l{layer}_reverse"][: 1 + self.bidirectional]
+
+    def weights(self, suffix: str, width: int) -> None:
+        rows, h = self.gates * self.hidden_size, self.hidden_size
+        setattr(self, "weight_ih" + suffix, uniform_parameter(rows, width, fan=h))
+        setattr(self, "weight_hh" + suffix, uniform_parameter(rows, h, fan=h))
+        for name in ("bias_ih", "bias_hh"):
+            setattr(self, name + suffix, uniform_parameter(rows, fan=h) if self.bias else None)
+
+    def forward(self, x: Tensor, hx: Any = None) -> tuple[Tensor, Any]:
+        batched = x.ndim == 3
+        if not batched:
+            x = x.unsqueeze(0 if self.batch_first else 1)
+            hx = None if hx is None else self.packed(s.unsqueeze(1) for s in self.unpacked(hx))
+        if x.shape[-1] != self.input_size:
+            raise RuntimeError(f"{type(self).__name__} takes {self.input_size} features in the "
+                               f"last dimension, the input has shape {tuple(x.shape)}")
+        x = transpose(x, 0, 1) if self.batch_first else x
+        count = self.num_layers * (1 + self.bidirectional)
+        starts = [zeros(count, x.shape[1], self.hidden_size, dtype=x.dtype)] * self.states \
+            if hx is None else self.unpacked(hx)
+        if any(s.shape != (count, x.shape[1], self.hidden_size) for s in starts):
+            raise RuntimeError(f"{type(self).__name__} takes an initial state of shape "
+                               f"{(count, x.shape[1], self.hidden_size)}, found "
+                               f"{[tuple(s.shape) for s in starts]}")
+        finals: list[tuple] = []
+        for layer in range(self.num_layers):
+            if layer and self.dropout:
+                x = dropout(x, self.dropout, self.training)
+            outputs = []
+            for suffix in self.suffixes(layer):
+                state = tuple(s[len(finals)] for s in starts)
+                out, final = self.run(x, state, suffix)
+                outputs.append(out)
+                finals.append(final)
+            x = cat(outputs, -1) if self.bidirectional else outputs[0]
+        last = [stack([final[k] for final in finals]) for k in range(self.states)]
+        x = transpose(x, 0, 1) if self.batch_first else x
+        if not batched:
+            x, last = x.squeeze(0 if self.batch_first else 1), [s.squeeze(1) for s in last]
+        return x, self.packed(last)
+
+    def run(self, x: Tensor, state: tuple, suffix: str) -> tuple[Tensor, tuple]:
+        """One layer in one direction. The inputs' share of all steps is one product."""
+        w_ih, w_hh = getattr(self, "weight_ih" + suffix), getattr(self, "weight_hh" + suffix)
+        b_ih, b_hh = getattr(self, "bias_ih" + suffix), getattr(self, "bias_hh" + suffix)
+        steps = list(unbind(linear(x, w_ih, b_ih)))
+        backwards = suffix.endswith("_reverse")
+        outputs = []
+        for projected in reversed(steps) if backwards else steps:
+            state = type(self).step(projected, state, w_hh, b_hh, self.act)
+            outputs.append(state[0])
+        return stack(outputs[::-1] if backwards else outputs), state
+
+    def packed(self, states: Iterable[Tensor]) -> Any:
+        states = tuple(states)
+        return states if self.states > 1 else states[0]
+
+    def unpacked(self, hx: Any) -> list[Tensor]:
+        return list(hx) if self.states > 1 else [hx]
+
+    def extra_repr(self) -> str:
+        text = f"{self.input_size}, {self.hidden_size}"
+        for name, default in (("num_layers", 1), ("bias", True), ("batch_first", False),
+                              ("dropout", 0.0), ("bidirectional", False)):
+            if getattr(self, name) != default:
+                text += f", {name}={getattr(self, name)}"
+        return text
+
+
+class RNN(_Recurrent):
+    gates, step = 1, staticmethod(rnn_step)
+
+
+class LSTM(_Recurrent):
+    gates, states, step = 4, 2, staticmethod(lstm_step)
+
+
+class GRU(_Recurrent):
+    gates, step = 3, staticmethod(gru_step)
+
+
+class _Cell(_Recurrent):
+    """One step of one layer."""
+
+    def __init__(self, input_size: int, hidden_size: int, bias: bool = True,
+                 nonlinearity: str = "tanh") -> None:
+        super().__init__(input_size, hidden_size, 1, bias, nonlinearity=nonlinearity)
+
+    def suffixes(self, layer: int) -> list[str]:
+        return [""]
+
+    def forward(self, x: Tensor, hx: Any = None) -> Any:
+        empty = zeros(*x.shape[:-1], self.hidden_size, dtype=x.dtype)
+        state = (empty,) * self.states if hx is None else tuple(self.unpacked(hx))
+        x = linear(x, self.weight_ih, self.bias_ih)
+        return self.packed(type(self).step(x, state, self.weight_hh, self.bias_hh, self.act))
+
+
+class RNNCell(_Cell):
+    gates, step = 1, staticmethod(rnn_step)
+
+
+class LSTMCell(_Cell):
+    gates, states, step = 4, 2, staticmethod(lstm_step)
+
+
+class GRUCell(_Cell):
+    gates, step = 3, staticmethod(gru_step)
+
+
+# -- attention -------------------------------------------------------------------------------------
+
+
+class MultiheadAttention(Module):
+    """Attention of num_heads heads (Vaswani et al., 2017). Here, other than in
+    scaled_dot_product_attention, a boolean mask says who may NOT be looked at (as PyTorch)."""
+
+    def __init__(self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True,
+                 batch_first: bool = False) -> None:
+        super().__init__()
+        if embed_dim % num_heads:
+            raise ValueError(f"{num_heads} heads do not divide a width of {embed_dim}")
+        self.embed_dim, self.num_heads, self.dropout = embed_dim, num_heads, dropout
+        self.batch_first = batch_first
+        self.in_proj_weight = Parameter(xavier_uniform_(zeros(3 * embed_dim, embed_dim)))
+        self.in_proj_bias = Parameter(zeros(3 * embed_dim)) if bias else None
+        self.out_proj = Linear(embed_dim, embed_dim, bias)
+        if bias:
+            zeros_(self.out_proj.bias)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor,
+                key_padding_mask: Tensor | None = None, need_weights: bool = True,
+                attn_mask: Tensor | None = None, average_attn_weights: bool = True,
+                is_causal: bool = False) -> tuple[Tensor, Tensor | None]:
+        batched = query.ndim == 3
+        if not batched:
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        elif self.batch_first:
+            query, key, value = (transpose(x, 0, 1) for x in (query, key, value))
+        length, batch, width = query.shape
+        biases = (None,) * 3 if self.in_proj_bias is None else chunk(self.in_proj_bias, 3)
+        q, k, v = (
+            # (time, batch, width) -> (batch, heads, time, width / heads)
+            permute(linear(x, w, b).reshape(x.shape[0], batch, self.num_heads, -1), 1, 2, 0, 3)
+            for x, w, b in zip((query, key, value), chunk(self.in_proj_weight, 3), biases)
+        )
+        mask = None if attn_mask is None else additive(attn_mask, q.dtype)
+        if mask is not None and mask.ndim == 3:
+            mask = mask.reshape(batch, self.num_heads, *mask.shape[1:])
+        if key_padding_mask is not None:
+            padding = additive(key_padding_mask, q.dtype).reshape(batch, 1, 1, -1)
+            mask = padding if mask is None else mask + padding
+        p = self.dropout if self.training else 0.0
+        out, weights = attend(q, k, v, mask, p, False)
+        out = self.out_proj(permute(out, 2, 0, 1, 3).reshape(length, batch, width))
+        weights = weights.mean(1) if average_attn_weights else weights
+        if not batched:
+            out, weights = out.squeeze(1), weights.squeeze(0)
+        elif self.batch_first:
+            out = transpose(out, 0, 1)
+        return out, weights if need_weights else None
+
+
+def additive(mask: Tensor, dtype: Any) -> Tensor:
+    """A mask of what to leave out, as numbers to add to the scores."""
+    if mask.dtype.kind != "b":
+        return mask.to(dtype)
+    return wrap(np.where(mask._array, -math.inf, 0).astype(dtype))
+
+
+class TransformerEncoderLayer(Module):
+    """Self-attention and a feed-forward network, each with a residual connection and a layer
+    norm: after it, or before it with norm_first."""
+
+    def __init__(self, d_model: int, nhead: int, dim_feedforward: int = 2048, dropout: float = 0.1,
+                 activation: Any = "relu", layer_norm_eps: float = 1e-5, batch_first: bool = False,
+                 norm_first: bool = False, bias: bool = True) -> None:
+        super().__init__()
+        self.self_attn = MultiheadAttention(d_model, nhead, dropout, bias, batch_first)
+        self.linear1 = Linear(d_model, dim_feedforward, bias)
+        self.dropout = Dropout(dropout)
+        self.linear2 = Linear(dim_feedforward, d_model, bias)
+        self.norm_first = norm_first
+        self.norm1 = LayerNorm(d_model, layer_norm_eps, bias=bias)
+        self.norm2 = LayerNorm(d_model, layer_norm_eps, bias=bias)
+        self.dropout1, self.dropout2 = Dropout(dropout), Dropout(dropout)
+        self.activation = {"relu": relu, "gelu": gelu}.get(activation, activation)
+
+    def forward(self, src: Tensor, src_mask: Tensor | None = None,
+                src_key_padding_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        def attention(x: Tensor) -> Tensor:
+            return self.dropout1(self.self_attn(x, x, x, src_key_padding_mask, False, src_mask)[0])
+
+        def feed_forward(x: Tensor) -> Tensor:
+            return self.dropout2(self.linear2(self.dropout(self.activation(self.linear1(x)))))
+
+        if self.norm_first:
+            src = src + attention(self.norm1(src))
+            return src + feed_forward(self.norm2(src))
+        src = self.norm1(src + attention(src))
+        return self.norm2(src + feed_forward(src))
+
+
+class TransformerEncoder(Module):
+    def __init__(self, encoder_layer: Module, num_layers: int, norm: Module | None = None) -> None:
+        super().__init__()
+        self.layers = ModuleList(copy.deepcopy(encoder_layer) for _ in range(num_layers))
+        self.num_layers, self.norm = num_layers, norm
+
+    def forward(self, src: Tensor, mask: Tensor | None = None,
+                src_key_padding_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        for layer in self.layers:
+            src = layer(src, mask, src_key_padding_mask)
+        return src if self.norm is None else self.norm(src)
+
+
 def layer(name: str, function: Callable, **defaults: Any) -> type[Module]:
     """A module without parameters that calls a function of the input with its arguments."""
 
@@ -3544,7 +4629,23 @@ SiLU = layer("SiLU", activation(silu), inplace=False)
 LeakyReLU = layer("LeakyReLU", activation(leaky_relu), negative_slope=0.01, inplace=False)
 ELU = layer("ELU", activation(elu), alpha=1.0, inplace=False)
 Softplus = layer("Softplus", softplus, beta=1.0, threshold=20.0)
-LogSigmoid = layer("LogSigmoid", logsigmoid)
+LogSigmoid, Softsign = layer("LogSigmoid", logsigmoid), layer("Softsign", softsign)
+ReLU6, SELU, Mish = (layer(n, activation(f), inplace=False) for n, f in
+                     (("ReLU6", relu6), ("SELU", selu), ("Mish", mish)))
+Hardtanh = layer("Hardtanh", activation(hardtanh), min_val=-1.0, max_val=1.0, inplace=False)
+GLU = layer("GLU", glu, dim=-1)
+AvgPool1d, AvgPool2d = (
+    layer(f"AvgPool{n}d", f, kernel_size=1, stride=None, padding=0, ceil_mode=False,
+          count_include_pad=True) for n, f in ((1, avg_pool1d), (2, avg_pool2d)))
+AdaptiveAvgPool1d, AdaptiveAvgPool2d = (
+    layer(f"AdaptiveAvgPool{n}d", f, output_size=1) for n, f in
+    ((1, adaptive_avg_pool1d), (2, adaptive_avg_pool2d)))
+Upsample = layer("Upsample", interpolate, size=None, scale_factor=None, mode="nearest",
+                 align_corners=None)
+Unfold = layer("Unfold", unfold, kernel_size=1, dilation=1, padding=0, stride=1)
+PixelShuffle = layer("PixelShuffle", pixel_shuffle, upscale_factor=1)
+CosineSimilarity = layer("CosineSimilarity", cosine_similarity, dim=1, eps=1e-8)
+PairwiseDistance = layer("PairwiseDistance", pairwise_distance, p=2.0, eps=1e-6, keepdim=False)
 Softmax, LogSoftmax = (layer(n, f, dim=-1) for n, f in
                        (("Softmax", softmax), ("LogSoftmax", log_softmax)))
 MSELoss = layer("MSELoss", mse_loss, reduction="mean")
@@ -3552,6 +4653,12 @@ L1Loss = layer("L1Loss", l1_loss, reduction="mean")
 NLLLoss = layer("NLLLoss", nll_loss, weight=None, ignore_index=-100, reduction="mean")
 CrossEntropyLoss = layer("CrossEntropyLoss", cross_entropy, weight=None, ignore_index=-100,
                          reduction="mean", label_smoothing=0.0)
+SmoothL1Loss = layer("SmoothL1Loss", smooth_l1_loss, reduction="mean", beta=1.0)
+HuberLoss = layer("HuberLoss", huber_loss, reduction="mean", delta=1.0)
+BCELoss = layer("BCELoss", binary_cross_entropy, weight=None, reduction="mean")
+KLDivLoss = layer("KLDivLoss", kl_div, reduction="mean", log_target=False)
+TripletMarginLoss = layer("TripletMarginLoss", triplet_margin_loss, margin=1.0, p=2.0, eps=1e-6,
+                          swap=False, reduction="mean")
 BCEWithLogitsLoss = layer("BCEWithLogitsLoss", binary_cross_entropy_with_logits, weight=None,
                           reduction="mean", pos_weight=None)
 
@@ -3751,6 +4858,248 @@ class Adagrad(Optimizer):
         p -= g / (np.sqrt(state["sum"]) + group["eps"]) * lr
 
 
+class RMSprop(Optimizer):
+    """Tieleman and Hinton, 2012: divide by the root of a running mean of squares."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-2, alpha: float = 0.99,
+                 eps: float = 1e-8, weight_decay: float = 0.0, momentum: float = 0.0,
+                 centered: bool = False, *, maximize: bool = False) -> None:
+        super().__init__(params, dict(lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay,
+                                      momentum=momentum, centered=centered, maximize=maximize))
+
+    def update(self, p: np.ndarray, g: np.ndarray, state: dict, group: dict) -> None:
+        if not state:
+            state.update(step=0, square_avg=np.zeros_like(p))
+            if group["momentum"]:
+                state["momentum_buffer"] = np.zeros_like(p)
+            if group["centered"]:
+                state["grad_avg"] = np.zeros_like(p)
+        state["step"] += 1
+        g = g + p * group["weight_decay"] if group["weight_decay"] else g
+        square = state["square_avg"]
+        square *= group["alpha"]
+        square += g * g * (1 - group["alpha"])
+        if group["centered"]:
+            state["grad_avg"] += (g - state["grad_avg"]) * (1 - group["alpha"])
+            square = square - state["grad_avg"] * state["grad_avg"]
+        step = g / (np.sqrt(square) + group["eps"])
+        if group["momentum"]:
+            state["momentum_buffer"] *= group["momentum"]
+            state["momentum_buffer"] += step
+            step = state["momentum_buffer"]
+        p -= step * float(group["lr"])
+
+
+class Adadelta(Optimizer):
+    """Zeiler, 2012: steps in the units of the parameter, from running means of both squares."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1.0, rho: float = 0.9,
+                 eps: float = 1e-6, weight_decay: float = 0.0, *, maximize: bool = False) -> None:
+        super().__init__(params, dict(lr=lr, rho=rho, eps=eps, weight_decay=weight_decay,
+                                      maximize=maximize))
+
+    def update(self, p: np.ndarray, g: np.ndarray, state: dict, group: dict) -> None:
+        rho, eps = group["rho"], group["eps"]
+        if not state:
+            state.update(step=0, square_avg=np.zeros_like(p), acc_delta=np.zeros_like(p))
+        state["step"] += 1
+        g = g + p * group["weight_decay"] if group["weight_decay"] else g
+        state["square_avg"] *= rho
+        state["square_avg"] += g * g * (1 - rho)
+        step = np.sqrt(state["acc_delta"] + eps) / np.sqrt(state["square_avg"] + eps) * g
+        state["acc_delta"] *= rho
+        state["acc_delta"] += step * step * (1 - rho)
+        p -= step * float(group["lr"])
+
+
+class LBFGS(Optimizer):
+    """Limited-memory BFGS (Nocedal and Wright, algorithm 7.5), with a line search that ensures
+    the strong Wolfe conditions, or a fixed step. `step(closure)` evaluates the closure several
+    times, each giving the loss and fresh gradients."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1.0, max_iter: int = 20,
+                 max_eval: int | None = None, tolerance_grad: float = 1e-7,
+                 tolerance_change: float = 1e-9, history_size: int = 100,
+                 line_search_fn: str | None = None) -> None:
+        super().__init__(params, dict(
+            lr=lr, max_iter=max_iter, max_eval=max_eval or max_iter * 5 // 4,
+            tolerance_grad=tolerance_grad, tolerance_change=tolerance_change,
+            history_size=history_size, line_search_fn=line_search_fn))
+        if len(self.param_groups) != 1:
+            raise ValueError("LBFGS takes one parameter group: its directions span all parameters")
+        if line_search_fn not in (None, "strong_wolfe"):
+            raise ValueError(f"line_search_fn is None or 'strong_wolfe', not {line_search_fn!r}")
+        self.params = self.param_groups[0]["params"]
+
+    def flat_grad(self) -> np.ndarray:
+        return np.concatenate([np.zeros(p.numel(), p.dtype) if p.grad is None
+                               else p.grad._array.ravel() for p in self.params])
+
+    def move(self, direction: np.ndarray, t: float) -> None:
+        start = 0
+        for p in self.params:
+            piece = direction[start : start + p.numel()].reshape(p.shape)
+            p._array += t * piece
+            touch(p, "LBFGS.step")
+            start += p.numel()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is None:
+            raise TypeError("LBFGS.step needs a closure that computes the loss and its gradients")
+        group, state = self.param_groups[0], self.state.setdefault(self.params[0], {})
+        lr = float(group["lr"])
+
+        def evaluate() -> tuple[float, np.ndarray]:
+            with enable_grad():
+                loss = float(closure())
+            state["func_evals"] = state.get("func_evals", 0) + 1
+            return loss, self.flat_grad()
+
+        with enable_grad():
+            first = closure()
+        loss, g, evaluations = float(first), self.flat_grad(), 1
+        state["func_evals"] = state.get("func_evals", 0) + 1
+        if np.abs(g).max() <= group["tolerance_grad"]:
+            return first
+        pairs, d = state.setdefault("pairs", []), state.get("d")
+        t, previous = state.get("t", lr), state.get("prev_flat_grad")
+        for iteration in range(group["max_iter"]):
+            state["n_iter"] = state.get("n_iter", 0) + 1
+            if state["n_iter"] == 1:
+                d, scale = -g, 1.0
+            else:
+                y, s = g - previous, d * t
+                if (ys := float(y @ s)) > 1e-10:  # keeps the approximation positive definite
+                    pairs.append((y, s, 1 / ys))
+                    del pairs[: -group["history_size"]]
+                    state["H_diag"] = ys / float(y @ y)
+                d, scale = two_loop(-g, pairs, state.get("H_diag", 1.0)), 1.0
+            previous, loss_before = g.copy(), loss
+            if state["n_iter"] == 1:
+                scale = min(1.0, 1.0 / float(np.abs(g).sum()))
+            t, slope = scale * lr, float(g @ d)
+            if slope > -group["tolerance_change"]:
+                break
+            used = 0
+            if group["line_search_fn"] == "strong_wolfe":
+                start = [p._array.copy() for p in self.params]
+
+                def probe(t: float, d: np.ndarray = d, start: list = start) -> tuple:
+                    self.restore(start)
+                    self.move(d, t)
+                    return evaluate()
+
+                loss, g, t, used = strong_wolfe(probe, t, d, loss, g, slope)
+                self.restore(start)
+                self.move(d, t)
+            else:
+                self.move(d, t)
+                if iteration != group["max_iter"] - 1:
+                    loss, g = evaluate()
+                    used = 1
+            evaluations += used
+            if (iteration == group["max_iter"] - 1 or evaluations >= group["max_eval"]
+                    or np.abs(g).max() <= group["tolerance_grad"]
+                    or np.abs(d * t).max() <= group["tolerance_change"]
+                    or abs(loss - loss_before) < group["tolerance_change"]):
+                break
+        state.update(d=d, t=t, prev_flat_grad=previous)
+        return first
+
+    def restore(self, arrays: list[np.ndarray]) -> None:
+        for p, array in zip(self.params, arrays):
+            p._array[...] = array
+
+
+def two_loop(direction: np.ndarray, pairs: list, scale: float) -> np.ndarray:
+    """The inverse Hessian's approximation by the last pairs (y, s, 1 / y.s), times -gradient."""
+    d, alphas = direction.copy(), []
+    for y, s, rho in reversed(pairs):
+        alphas.append(rho * float(s @ d))
+        d -= alphas[-1] * y
+    d *= scale
+    for (y, s, rho), alpha in zip(pairs, reversed(alphas)):
+        d += s * (alpha - rho * float(y @ d))
+    return d
+
+
+def cubic_minimum(x1: float, f1: float, g1: float, x2: float, f2: float, g2: float,
+                  bounds: tuple[float, float] | None = None) -> float:
+    """Where the cubic with these values and slopes at x1 and x2 is least, within the bounds."""
+    low, high = bounds if bounds is not None else (min(x1, x2), max(x1, x2))
+    d1 = g1 + g2 - 3 * (f1 - f2) / (x1 - x2)
+    under_root = d1 * d1 - g1 * g2
+    if under_root < 0:
+        return (low + high) / 2
+    d2 = math.sqrt(under_root)
+    if x1 <= x2:
+        place = x2 - (x2 - x1) * ((g2 + d2 - d1) / (g2 - g1 + 2 * d2))
+    else:
+        place = x1 - (x1 - x2) * ((g1 + d2 - d1) / (g1 - g2 + 2 * d2))
+    return min(max(place, low), high)
+
+
+def strong_wolfe(probe: Callable, t: float, d: np.ndarray, f: float, g: np.ndarray, slope: float,
+                 c1: float = 1e-4, c2: float = 0.9, change: float = 1e-9,
+                 most: int = 25) -> tuple[float, np.ndarray, float, int]:
+    """A step along d that lowers the loss enough and flattens its slope (Nocedal and Wright,
+    algorithms 3.5 and 3.6): first find an interval that holds one, then shrink it."""
+    width = float(np.abs(d).max())
+    f_new, g_new = probe(t)
+    used, slope_new = 1, float(g_new @ d)
+    before, done = (0.0, f, g.copy(), slope), False
+    interval: list[tuple] = []
+    for i in range(most):
+        here = (t, f_new, g_new.copy(), slope_new)
+        if f_new > f + c1 * t * slope or (i > 0 and f_new >= before[1]):
+            interval = [before, here]
+            break
+        if abs(slope_new) <= -c2 * slope:
+            interval, done = [here], True
+            break
+        if slope_new >= 0:
+            interval = [before, here]
+            break
+        low, high = t + 0.01 * (t - before[0]), t * 10
+        t = cubic_minimum(before[0], before[1], before[3], t, f_new, slope_new, (low, high))
+        before = here
+        f_new, g_new = probe(t)
+        used, slope_new = used + 1, float(g_new @ d)
+    else:
+        interval = [(0.0, f, g, slope), (t, f_new, g_new, slope_new)]
+    stalled, i = False, used - 1
+    best, worst = (0, -1) if interval[0][1] <= interval[-1][1] else (1, 0)
+    while not done and i < most:
+        if abs(interval[1][0] - interval[0][0]) * width < change:
+            break
+        a, b = interval
+        t = cubic_minimum(a[0], a[1], a[3], b[0], b[1], b[3])
+        low, high = sorted((a[0], b[0]))
+        margin = 0.1 * (high - low)
+        if min(high - t, t - low) < margin:  # too near an end to make progress twice in a row
+            if stalled or t >= high or t <= low:
+                t = high - margin if abs(t - high) < abs(t - low) else low + margin
+                stalled = False
+            else:
+                stalled = True
+        else:
+            stalled = False
+        f_new, g_new = probe(t)
+        used, slope_new, i = used + 1, float(g_new @ d), i + 1
+        here = (t, f_new, g_new.copy(), slope_new)
+        if f_new > f + c1 * t * slope or f_new >= interval[best][1]:
+            interval[worst] = here
+            best, worst = (0, 1) if interval[0][1] <= interval[1][1] else (1, 0)
+        else:
+            if abs(slope_new) <= -c2 * slope:
+                done = True
+            elif slope_new * (interval[worst][0] - interval[best][0]) >= 0:
+                interval[worst] = interval[best]
+            interval[best] = here
+    t, f_new, g_new, _ = interval[best if len(interval) > 1 else 0]
+    return f_new, g_new, t, used
+
+
 # -- gradients as a whole --------------------------------------------------------------------------
 
 
@@ -3811,10 +5160,13 @@ class LRScheduler:
     def rate(self, base: float, step: int) -> float:
         raise NotImplementedError
 
+    def rates(self, step: int) -> list[float]:
+        return [self.rate(base, step) for base in self.base_lrs]
+
     def step(self) -> None:
         self.last_epoch += 1
-        for group, base in zip(self.optimizer.param_groups, self.base_lrs):
-            group["lr"] = self.rate(base, self.last_epoch)
+        for group, rate in zip(self.optimizer.param_groups, self.rates(self.last_epoch)):
+            group["lr"] = rate
 
     def get_last_lr(self) -> list[float]:
         return [group["lr"] for group in self.optimizer.param_groups]
@@ -3850,6 +5202,191 @@ class CosineAnnealingLR(LRScheduler):
         return self.eta_min + (base - self.eta_min) * (1 + cosine) / 2
 
 
+class LambdaLR(LRScheduler):
+    def __init__(self, optimizer: Any, lr_lambda: Any, last_epoch: int = -1) -> None:
+        count = len(optimizer.param_groups)
+        self.lr_lambdas = list(lr_lambda) if isinstance(lr_lambda, (list, tuple)) else \
+            [lr_lambda] * count
+        super().__init__(optimizer, last_epoch)
+
+    def rates(self, step: int) -> list[float]:
+        return [base * f(step) for base, f in zip(self.base_lrs, self.lr_lambdas)]
+
+
+class MultiStepLR(LRScheduler):
+    def __init__(self, optimizer: Any, milestones: Sequence[int], gamma: float = 0.1,
+                 last_epoch: int = -1) -> None:
+        self.milestones, self.gamma = sorted(milestones), gamma
+        super().__init__(optimizer, last_epoch)
+
+    def rate(self, base: float, step: int) -> float:
+        return base * self.gamma ** sum(step >= m for m in self.milestones)
+
+
+class ExponentialLR(LRScheduler):
+    def __init__(self, optimizer: Any, gamma: float, last_epoch: int = -1) -> None:
+        self.gamma = gamma
+        super().__init__(optimizer, last_epoch)
+
+    def rate(self, base: float, step: int) -> float:
+        return base * self.gamma**step
+
+
+class LinearLR(LRScheduler):
+    def __init__(self, optimizer: Any, start_factor: float = 1 / 3, end_factor: float = 1.0,
+                 total_iters: int = 5, last_epoch: int = -1) -> None:
+        self.start_factor, self.end_factor, self.total_iters = start_factor, end_factor, total_iters
+        super().__init__(optimizer, last_epoch)
+
+    def rate(self, base: float, step: int) -> float:
+        done = min(step, self.total_iters) / self.total_iters
+        return base * (self.start_factor + (self.end_factor - self.start_factor) * done)
+
+
+class CosineAnnealingWarmRestarts(LRScheduler):
+    """Cosines of lengths T_0, T_0 T_mult, T_0 T_mult^2 ... (Loshchilov and Hutter, 2017)."""
+
+    def __init__(self, optimizer: Any, T_0: int, T_mult: int = 1,  # noqa: N803
+                 eta_min: float = 0.0, last_epoch: int = -1) -> None:
+        self.T_0, self.T_mult, self.eta_min = T_0, T_mult, eta_min
+        super().__init__(optimizer, last_epoch)
+
+    def rate(self, base: float, step: int) -> float:
+        length = self.T_0
+        while step >= length:
+            step -= length
+            length *= self.T_mult
+        return self.eta_min + (base - self.eta_min) * (1 + math.cos(math.pi * step / length)) / 2
+
+
+class OneCycleLR(LRScheduler):
+    """Up to max_lr and down to almost nothing, while momentum goes the other way (Smith and
+    Topin, 2019)."""
+
+    def __init__(self, optimizer: Any, max_lr: Any, total_steps: int | None = None,
+                 epochs: int | None = None, steps_per_epoch: int | None = None,
+                 pct_start: float = 0.3, anneal_strategy: str = "cos",
+                 cycle_momentum: bool = True, base_momentum: float = 0.85,
+                 max_momentum: float = 0.95, div_factor: float = 25.0,
+                 final_div_factor: float = 1e4, three_phase: bool = False,
+                 last_epoch: int = -1) -> None:
+        if total_steps is None:
+            if epochs is None or steps_per_epoch is None:
+                raise ValueError("OneCycleLR needs total_steps, or epochs and steps_per_epoch")
+            total_steps = epochs * steps_per_epoch
+        self.total_steps, self.cos = total_steps, anneal_strategy == "cos"
+        groups = optimizer.param_groups
+        tops = list(max_lr) if isinstance(max_lr, (list, tuple)) else [max_lr] * len(groups)
+        up = pct_start * total_steps - 1
+        ends = [up, 2 * up, total_steps - 1] if three_phase else [up, total_steps - 1]
+        self.curves = []  # for each group: its rate at the ends of the phases
+        for group, top in zip(groups, tops):
+            start = group["initial_lr"] = top / div_factor
+            last = start / final_div_factor
+            self.curves.append([start, top, start, last] if three_phase else [start, top, last])
+        self.ends, self.cycle_momentum = ends, cycle_momentum
+        low, high = base_momentum, max_momentum
+        self.momenta = [high, low, high, high] if three_phase else [high, low, high]
+        super().__init__(optimizer, last_epoch)
+
+    def at(self, step: int, values: list[float]) -> float:
+        start = 0.0
+        for end, a, b in zip(self.ends, values, values[1:]):
+            if step <= end or end == self.ends[-1]:
+                part = (step - start) / (end - start)
+                return b + (a - b) / 2 * (1 + math.cos(math.pi * part)) if self.cos else \
+                    a + (b - a) * part
+            start = end
+        raise AssertionError("unreachable: the last phase takes every step")
+
+    def rates(self, step: int) -> list[float]:
+        if step >= self.total_steps:
+            raise ValueError(f"OneCycleLR was made for {self.total_steps} steps, this is one more")
+        if self.cycle_momentum:
+            for group in self.optimizer.param_groups:
+                momentum = self.at(step, self.momenta)
+                if "betas" in group:
+                    group["betas"] = (momentum, *group["betas"][1:])
+                else:
+                    group["momentum"] = momentum
+        return [self.at(step, curve) for curve in self.curves]
+
+
+class SequentialLR:
+    """One schedule after the other, each counting its steps from its milestone."""
+
+    def __init__(self, optimizer: Any, schedulers: Sequence[Any], milestones: Sequence[int],
+                 last_epoch: int = -1) -> None:
+        if len(milestones) != len(schedulers) - 1:
+            raise ValueError(f"{len(schedulers)} schedules need {len(schedulers) - 1} milestones")
+        self.optimizer, self.schedulers = optimizer, list(schedulers)
+        self.milestones, self.last_epoch = list(milestones), last_epoch
+        self.step()
+
+    def step(self) -> None:
+        self.last_epoch += 1
+        current = sum(self.last_epoch >= m for m in self.milestones)
+        start = self.milestones[current - 1] if current else 0
+        schedule = self.schedulers[current]
+        schedule.last_epoch = self.last_epoch - start - 1
+        schedule.step()
+
+    def get_last_lr(self) -> list[float]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_epoch": self.last_epoch, "schedulers": [s.state_dict() for s in
+                                                              self.schedulers]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.last_epoch = state_dict["last_epoch"]
+        for schedule, state in zip(self.schedulers, state_dict["schedulers"]):
+            schedule.load_state_dict(state)
+
+
+class ReduceLROnPlateau:
+    """Multiply the rates by `factor` when the metric has not improved for `patience` steps."""
+
+    def __init__(self, optimizer: Any, mode: str = "min", factor: float = 0.1, patience: int = 10,
+                 threshold: float = 1e-4, threshold_mode: str = "rel", cooldown: int = 0,
+                 min_lr: Any = 0.0, eps: float = 1e-8) -> None:
+        self.optimizer, self.mode, self.factor, self.patience = optimizer, mode, factor, patience
+        self.threshold, self.threshold_mode, self.cooldown = threshold, threshold_mode, cooldown
+        self.eps = eps
+        self.min_lrs = list(min_lr) if isinstance(min_lr, (list, tuple)) else \
+            [min_lr] * len(optimizer.param_groups)
+        self.best, self.num_bad_epochs, self.cooldown_counter = None, 0, 0
+        self.last_epoch = 0
+
+    def better(self, value: float) -> bool:
+        if self.best is None:
+            return True
+        sign = 1 if self.mode == "max" else -1
+        margin = self.threshold * (abs(self.best) if self.threshold_mode == "rel" else 1)
+        if self.threshold_mode == "rel" and self.best < 0:
+            margin = -self.threshold * abs(self.best)  # best * (1 + threshold), as PyTorch
+        return sign * value > sign * self.best + margin
+
+    def step(self, metrics: Any) -> None:
+        value, self.last_epoch = float(metrics), self.last_epoch + 1
+        if self.better(value):
+            self.best, self.num_bad_epochs = value, 0
+        else:
+            self.num_bad_epochs += 1
+        if self.cooldown_counter > 0:
+            self.cooldown_counter -= 1
+            self.num_bad_epochs = 0
+        if self.num_bad_epochs > self.patience:
+            for group, least in zip(self.optimizer.param_groups, self.min_lrs):
+                lower = max(group["lr"] * self.factor, least)
+                if group["lr"] - lower > self.eps:
+                    group["lr"] = lower
+            self.cooldown_counter, self.num_bad_epochs = self.cooldown, 0
+
+    get_last_lr = LRScheduler.get_last_lr
+    state_dict, load_state_dict = LRScheduler.state_dict, LRScheduler.load_state_dict
+
+
 # =================================================================================================
 # 6 Data
 # =================================================================================================
@@ -3863,6 +5400,13 @@ class Dataset:
 
     def __len__(self) -> int:
         raise NotImplementedError(f"{type(self).__name__} defines no __len__")
+
+
+class IterableDataset(Dataset):
+    """A stream of samples: __iter__ instead of __getitem__."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise NotImplementedError(f"{type(self).__name__} defines no __iter__")
 
 
 class TensorDataset(Dataset):
@@ -3934,6 +5478,67 @@ class RandomSampler(SequentialSampler):
         order = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.data_source))
         self.epoch += 1
         return iter(order.tolist())
+
+
+class WeightedRandomSampler:
+    """num_samples indices, each drawn with a probability proportional to its weight."""
+
+    def __init__(self, weights: Sequence[float], num_samples: int, replacement: bool = True,
+                 generator: Generator | None = None) -> None:
+        self.weights, self.num_samples = np.asarray(weights, np.float64), num_samples
+        self.replacement, self.generator = replacement, generator
+
+    def __iter__(self) -> Iterator[int]:
+        share = self.weights / self.weights.sum()
+        picks = rng(self.generator).choice(len(share), self.num_samples, self.replacement, share)
+        return iter(picks.tolist())
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+
+class SubsetRandomSampler(RandomSampler):
+    """The given indices in random order."""
+
+    def __iter__(self) -> Iterator[int]:
+        return (self.data_source[i] for i in super().__iter__())
+
+
+class DistributedSampler:
+    """This rank's share of the samples, in an order that all ranks agree on.
+
+    The shares are disjoint and complete: some ranks get one sample more. PyTorch repeats samples
+    until all shares are equal, which `pad=True` does too; drop_last cuts instead."""
+
+    def __init__(self, dataset: Any, num_replicas: int | None = None, rank: int | None = None,
+                 shuffle: bool = True, seed: int = 0, drop_last: bool = False,
+                 pad: bool = False) -> None:
+        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
+        self.num_replicas = get_world_size() if num_replicas is None else num_replicas
+        self.rank = get_rank() if rank is None else rank
+        if not 0 <= self.rank < self.num_replicas:
+            raise ValueError(f"rank {self.rank} is not one of {self.num_replicas} replicas")
+        self.drop_last, self.pad, self.epoch = drop_last, pad, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        order = np.arange(len(self.dataset))
+        if self.shuffle:
+            order = np.random.default_rng([self.seed, self.epoch]).permutation(order)
+        surplus = len(order) % self.num_replicas
+        if self.drop_last:
+            order = order[: len(order) - surplus]
+        elif self.pad and surplus:
+            order = np.resize(order, len(order) + self.num_replicas - surplus)
+        return iter(order[self.rank :: self.num_replicas].tolist())
+
+    def __len__(self) -> int:
+        n, parts = len(self.dataset), self.num_replicas
+        if self.drop_last:
+            return n // parts
+        return -(-n // parts) if self.pad else (n - self.rank + parts - 1) // parts
 
 
 class BatchSampler:
@@ -5387,30 +6992,40 @@ def classes(*bases: type) -> dict[str, Any]:
             if isinstance(v, type) and issubclass(v, bases) and not n.startswith("_")}
 
 
-def named(*functions: Callable) -> dict[str, Any]:
-    return {f.__name__: f for f in functions}
+def pick(names: str) -> dict[str, Any]:
+    return {name: globals()[name] if name in globals() else METHODS[name] for name in names.split()}
 
 
 nn = namespace("nn", classes(Module) | {"Parameter": Parameter, "Buffer": Buffer})
-namespace("nn.functional", named(
-    relu, leaky_relu, elu, softplus, silu, logsigmoid, gelu, tanh, sigmoid, softmax, log_softmax,
-    linear, conv1d, conv2d, max_pool1d, max_pool2d, batch_norm, layer_norm, dropout, embedding,
-    one_hot, pad, mse_loss, l1_loss, nll_loss, cross_entropy, binary_cross_entropy_with_logits,
-))  # fmt: skip
-namespace("nn.init", named(
-    calculate_gain, uniform_, normal_, constant_, zeros_, ones_, xavier_uniform_, xavier_normal_,
-    kaiming_uniform_, kaiming_normal_, trunc_normal_,
-))  # fmt: skip
-namespace("nn.utils", named(
-    clip_grad_norm_, clip_grad_value_, parameters_to_vector, vector_to_parameters,
-))  # fmt: skip
+namespace("nn.functional", pick(
+    "relu relu6 leaky_relu prelu elu selu gelu silu mish softplus softsign logsigmoid hardtanh glu "
+    "tanh sigmoid softmax log_softmax linear conv1d conv2d conv_transpose2d max_pool1d max_pool2d "
+    "avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d batch_norm layer_norm "
+    "group_norm instance_norm rms_norm dropout dropout2d embedding one_hot pad interpolate unfold "
+    "pixel_shuffle normalize cosine_similarity pairwise_distance scaled_dot_product_attention "
+    "mse_loss l1_loss smooth_l1_loss huber_loss nll_loss cross_entropy binary_cross_entropy "
+    "binary_cross_entropy_with_logits kl_div triplet_margin_loss"))
+namespace("nn.init", pick(
+    "calculate_gain uniform_ normal_ constant_ zeros_ ones_ xavier_uniform_ xavier_normal_ "
+    "kaiming_uniform_ kaiming_normal_ trunc_normal_"))
+namespace("nn.utils", pick(
+    "clip_grad_norm_ clip_grad_value_ parameters_to_vector vector_to_parameters"))
 namespace("nn.parameter", {"Parameter": Parameter})
 optim = namespace("optim", classes(Optimizer))
-namespace("optim.lr_scheduler", classes(LRScheduler))
+namespace("optim.lr_scheduler", classes(LRScheduler, SequentialLR, ReduceLROnPlateau))
 utils = namespace("utils", {})
-namespace("utils.data", classes(Dataset, SequentialSampler, BatchSampler, DataLoader)
-          | named(random_split, default_collate))
-autograd = namespace("autograd", named(grad, queue_callback))
+namespace("utils.data", classes(
+    Dataset, SequentialSampler, WeightedRandomSampler, DistributedSampler, BatchSampler, DataLoader,
+) | pick("random_split default_collate"))
+namespace("utils.data.distributed", pick("DistributedSampler"))
+namespace("utils.checkpoint", pick("checkpoint"))
+autograd = namespace("autograd", pick(
+    "grad queue_callback Function gradcheck gradgradcheck detect_anomaly no_grad "
+    "enable_grad set_grad_enabled inference_mode"))
+namespace("autograd.functional", pick("jacobian hvp"))
+distributions = namespace("distributions", pick("Categorical Normal"))
+linalg = namespace("linalg", {"vector_norm": lambda x, ord=2, dim=None, keepdim=False:
+                              norm(x, ord, dim, keepdim)})
 distributed = namespace("distributed", DISTRIBUTED)
 
 
