@@ -31,7 +31,6 @@ Contents (search for the ruled headings):
 from __future__ import annotations
 
 import argparse
-import atexit
 import collections
 import contextlib
 import copy
@@ -317,8 +316,11 @@ class Tensor:
         return format(self.item(), spec) if self.ndim == 0 and spec else str(self)
 
     def __repr__(self) -> str:
+        finite = self._array[np.isfinite(self._array)]
+        whole = (finite == np.trunc(finite)).all()
         text = np.array2string(self._array, precision=4, separator=", ", prefix="tensor(",
-                               threshold=1000, floatmode="maxprec", suppress_small=True)
+                               threshold=1000, floatmode="maxprec" if whole else "fixed",
+                               suppress_small=True)
         notes = ""
         if self.dtype not in (np.float32, np.int64, np.bool_):
             notes += f", dtype={self.dtype}"
@@ -608,7 +610,7 @@ def run_backward(
                 captured[node] = gradient
             if isinstance(node, Tensor):
                 if accumulate and (targets is None or node in targets):
-                    accumulate_grad(node, gradient, owned=node in ours)
+                    accumulate_grad(node, gradient, owned=node in ours and not node._hooks)
                 continue
             values = node.values(as_tensors=create_graph)
             for position, derivative, names in node.steps:
@@ -857,11 +859,11 @@ def write(x: Tensor, value: Tensor, change: str) -> Tensor:
         )
     if recording:
         value = value.to(x.dtype)
-        if base is x:
+        if base is x and value.requires_grad:
             x._edge = edge_of(value)
         else:
-            fresh = overwrite.op.recorded((base, value), (None, None), {"path": x._view.path},
-                                          base._array)
+            path = x._view.path if x._view is not None else ()
+            fresh = overwrite.op.recorded((base, value), (None, None), {"path": path}, base._array)
             base._edge = fresh._edge
     np.copyto(x._array, value._array, casting="unsafe")
     touch(x, change)
@@ -1064,7 +1066,7 @@ class Op:
     def remember_view(self, x: Tensor, static: dict, result: Tensor) -> None:
         """Results that share their input's memory share its version, and writing through them
         reaches it (section 1, View)."""
-        if not np.may_share_memory(result._array, x._array):
+        if result._array.size and not np.may_share_memory(result._array, x._array):
             return  # a reshape that had to copy
         result._storage = x._storage
         step = (self.function, static)
@@ -1283,7 +1285,7 @@ true_divide = op(np.true_divide, floats=True, x=lambda g, y: g / y,
 arctan2 = op(np.arctan2, floats=True, x=lambda g, x, y: g * y / (x * x + y * y),
              y=lambda g, x, y: -g * x / (x * x + y * y))
 # floor((x / y)) moves in jumps; the remainder is x - y * floor(x / y).
-floor_divide = op(np.floor_divide)
+floor_divide = op(np.floor_divide, x=lambda g: np.zeros_like(g), y=lambda g: np.zeros_like(g))
 remainder = op(np.remainder, x=lambda g: g, y=lambda g, x, y: -g * np.floor(x / y))
 fmod = op(np.fmod, x=lambda g: g, y=lambda g, x, y: -g * np.trunc(x / y))
 # Where both are equal each gets half, so that the gradient sums to g.
@@ -1413,7 +1415,7 @@ def replaced(x, value, *, index):
     return x
 
 
-@op(numpy=np.concatenate, xs=lambda g, i, shapes, axis: part(g, i, shapes, axis))
+@op(xs=lambda g, i, shapes, axis: part(g, i, shapes, axis))
 def _cat(*xs, axis=0):
     return np.concatenate(xs, axis)
 
@@ -1427,7 +1429,7 @@ def part(g: Any, i: int, shapes: Sequence[tuple], axis: int) -> Any:
 
 @op(numpy=np.flip, x=lambda g, axis: np.flip(g, axis))
 def _flip(x, *, axis):
-    return np.flip(x, axis)
+    return np.flip(x, axis).copy()
 
 
 @op(x=lambda g, axis, shift: _roll(g, shift=tuple(-s for s in shift), axis=axis))
@@ -1517,9 +1519,13 @@ def spread(g: Any, shape: tuple[int, ...], axes: Any, keepdims: bool = False) ->
     return np.broadcast_to(g, shape)
 
 
+def sum_dtype(x: Any) -> np.dtype:
+    return x.dtype if x.dtype.kind == "f" else int64
+
+
 @op(numpy=np.sum, x=lambda g, x_shape, axis, keepdims: spread(g, x_shape, axis, keepdims))
 def _sum(x, *, axis=None, keepdims=False):
-    return np.sum(x, axis=axis, keepdims=keepdims)
+    return np.sum(x, axis=axis, keepdims=keepdims, dtype=sum_dtype(x))
 
 
 @op(numpy=np.mean, x=lambda g, x_shape, axis, keepdims:
@@ -1537,7 +1543,7 @@ def count(shape: tuple[int, ...], axis: Any) -> int:
 @op(x=lambda g, x, out, axis, keepdims:
     spread(g, x.shape, axis, keepdims) * others(x, out, axis, keepdims))
 def _prod(x, *, axis=None, keepdims=False):
-    return np.prod(x, axis=axis, keepdims=keepdims)
+    return np.prod(x, axis=axis, keepdims=keepdims, dtype=sum_dtype(x))
 
 
 def others(x: Any, out: Any, axis: int | None, keepdims: bool) -> Any:
@@ -1571,7 +1577,7 @@ def evenly(g: Any, x: Any, out: Any, axis: Any, keepdims: bool) -> Any:
 
 @op(numpy=np.cumsum, x=lambda g, axis: np.flip(np.cumsum(np.flip(g, axis), axis), axis))
 def _cumsum(x, *, axis):
-    return np.cumsum(x, axis=axis)
+    return np.cumsum(x, axis=axis, dtype=sum_dtype(x))
 
 
 @op(x=lambda g, x, out, axis, keepdims: spread(g, x.shape, axis, keepdims)
@@ -1786,6 +1792,7 @@ def meshgrid(*tensors: Any, indexing: str = "ij") -> tuple[Tensor, ...]:
 numpy_to_op.update({
     np.expand_dims: lambda x, axis: x.unsqueeze(axis),
     np.squeeze: lambda x, axis: x.squeeze(axis),
+    np.concatenate: lambda xs, axis=0: _cat(*xs, axis=axis),
     np.swapaxes: lambda x, a, b: x.transpose(a, b),
     np.zeros_like: lambda x: zeros_like(x),
     np.copy: lambda x: x.clone(),
@@ -2092,7 +2099,7 @@ def reshape(self: Tensor, *shape: Any) -> Tensor:
 def view(self: Tensor, *shape: Any) -> Tensor:
     """reshape that never copies: an error where the memory does not allow a view."""
     result = reshape(self, *shape)
-    if result._view is None and self.numel():
+    if result._view is None:
         raise RuntimeError(f"view of shape {sizes(shape)} would have to copy this tensor, whose "
                            "elements are not in order in memory: use .reshape() or .contiguous()")
     return result
@@ -2142,7 +2149,8 @@ def repeat(self: Tensor, *counts: Any) -> Tensor:
     x = reshape(self, (1,) * (len(counts) - self.ndim) + tuple(self.shape))
     paired = [n for pair in zip(counts, x.shape) for n in pair]
     spaced = [n for size in x.shape for n in (1, size)]
-    return reshape(x, spaced).expand(paired).reshape([c * n for c, n in zip(counts, x.shape)])
+    x_shape = [c * n for c, n in zip(counts, x.shape)]
+    return reshape(x, spaced).expand(paired).clone().reshape(x_shape)
 
 
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -2292,29 +2300,47 @@ def _clone(x):
 # -- indexing --------------------------------------------------------------------------------------
 
 
-def plain_index(index: Any) -> tuple:
-    """An index as NumPy takes it: tensors as arrays, single integers as integers."""
-    plain = []
+def index_steps(index: Any) -> list[tuple]:
+    """An index as NumPy takes it: tensors as arrays, single integers as integers. In two steps
+    where integers stand beside arrays: NumPy would count them among the arrays and, if a slice
+    stands between, put the arrays' dimensions first; PyTorch does the integers before."""
+    first: list[Any] = []  # integers, slices, None and Ellipsis
+    then: list[Any] = []  # arrays, in the dimensions that the first step leaves
     for i in index if isinstance(index, tuple) else (index,):
-        if isinstance(i, (Tensor, list, np.ndarray)):
+        if isinstance(i, (Tensor, list, np.ndarray, bool)):
             i = to_array(i)
-            if i.dtype.kind not in "iub" and i.size:
+            i = i.astype(np.int64) if not i.size and i.dtype.kind == "f" else i  # []
+            if i.dtype.kind not in "iub":
                 raise IndexError(f"an index must be of integers or booleans, not {i.dtype}")
-            i = i if i.size or i.dtype.kind in "iub" else i.astype(np.int64)
-            i = int(i) if i.ndim == 0 and i.dtype.kind != "b" else i
-        plain.append(i)
-    return tuple(plain)
+        if isinstance(i, np.ndarray) and (i.ndim or i.dtype.kind == "b"):
+            first += [slice(None)] * (i.ndim if i.dtype.kind == "b" else 1)
+            then.append(i)
+            continue
+        if isinstance(i, np.ndarray):
+            i = int(i)
+        elif i is None or i is Ellipsis or isinstance(i, slice):
+            then.append(Ellipsis if i is Ellipsis else slice(None))
+        first.append(i)
+    if not any(isinstance(i, np.ndarray) for i in then):
+        return [tuple(first) if Ellipsis in first else (*first, ...)]  # with ... always a view
+    if all(i is Ellipsis or i == slice(None) for i in first):
+        return [tuple(then)]
+    return [tuple(first), tuple(then)]
 
 
 def getitem(self: Tensor, index: Any) -> Tensor:
-    return _getitem(self, index=plain_index(index))
+    for step in index_steps(index):
+        self = _getitem(self, index=step)
+    return self
 
 
 def setitem(self: Tensor, index: Any, value: Any) -> None:
-    index = plain_index(index)
+    *views, index = index_steps(index)
+    for step in views:
+        self = _getitem(self, index=step)
     if not isinstance(value, Tensor):
         value = wrap(np.asarray(value, self.dtype))
-    if all(isinstance(i, (int, slice, type(None), type(Ellipsis), np.integer)) for i in index):
+    if not any(isinstance(i, np.ndarray) for i in index):
         write(_getitem(self, index=index), value, "an assignment to a slice")
     elif _grad_enabled.get() and (value.requires_grad or edge_of(self) is not None):
         before = wrap(self._array.copy(), edge_of(self))
@@ -2449,6 +2475,7 @@ for _name, _value in {
     "expand_as": lambda self, other: expand(self, other.shape),
     "view_as": lambda self, other: view(self, other.shape),
     "type_as": lambda self, other: self.to(other.dtype),
+    "where": lambda self, condition, other: where(condition, self, other),
     "new_zeros": lambda self, *size: zeros(*size, dtype=self.dtype),
     "new_ones": lambda self, *size: ones(*size, dtype=self.dtype),
     "new_tensor": lambda self, data: tensor(data, dtype=self.dtype),
@@ -5914,7 +5941,7 @@ def share_of(count: int, rank: int, size: int) -> tuple[int, int]:
 
 
 class Exchange(NamedTuple):
-    """Send elements [send) to one rank while taking [take) from another; None: from or to nobody."""
+    """Send elements [send) to one rank while taking [take) from another; None: nobody."""
 
     to: int | None = None
     send: tuple[int, int] = (0, 0)
@@ -6128,7 +6155,7 @@ class ProcessGroup:
         """Fill the tensor with one that rank src (None: any rank) sends; returns the sender."""
         if src is not None:
             self._check_rank(src)
-        self.transport.doing = f"recv from {'any rank' if src is None else f'rank {src}'}, tag {tag}"
+        self.transport.doing = f"recv from {'anyone' if src is None else f'rank {src}'}, tag {tag}"
         waiting = self._unclaimed
         while not (found := [m for m in waiting if m[2][0] == tag and src in (None, m[1])]):
             message = (self.transport.recv_any(channel=1) if src is None
@@ -6659,8 +6686,9 @@ class ParameterServer:
             self.version += 1
             self.samples += samples
         self.rejected += not accepted
-        self._acknowledged[process] = Packet("APPLIED", peer, (push_id, self.version, int(accepted)))
-        return [self._acknowledged[process]]
+        answer = Packet("APPLIED", peer, (push_id, self.version, int(accepted)))
+        self._acknowledged[process] = answer
+        return [answer]
 
     def _on_pull(self, peer: int, fields: tuple, payload: Any) -> list[Packet]:
         self._pulls[peer] = fields[0]

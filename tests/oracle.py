@@ -8,7 +8,9 @@ who requires grad, the gradients of all inputs (leaves and intermediate results)
 derivatives, with respect to the inputs and to the gradient that came in.
 """
 import importlib
+import itertools
 import os
+import warnings
 from typing import Any
 
 import numpy as np
@@ -67,7 +69,9 @@ def make(m: Any, array: np.ndarray, requires_grad: bool | None = None) -> Any:
 
 
 def to_numpy(x: Any) -> np.ndarray:
-    return x.detach().numpy() if isinstance(x, (md.Tensor, torch.Tensor)) else np.asarray(x)
+    if isinstance(x, torch.Tensor):
+        return (x.detach() + 0 if x._is_zerotensor() else x.detach()).numpy()
+    return x.detach().numpy() if isinstance(x, md.Tensor) else np.asarray(x)
 
 
 def as_list(x: Any) -> list:
@@ -94,6 +98,9 @@ def run(m: Any, function: Any, arrays: list, orders: int) -> dict[str, Any]:
     leaves = [make(m, a) for a in arrays]
     inputs = [x * 1 if x.requires_grad else x for x in leaves]  # intermediate results
     outputs = as_list(function(m, *inputs))
+    for x, o in itertools.product(inputs, outputs) if m is md else ():
+        if isinstance(o, md.Tensor) and np.may_share_memory(x._array, o._array):
+            assert o._storage is x._storage, "a result shares its input's memory, but is no view"
     found = {f"value {i}": o for i, o in enumerate(outputs)}
     found |= {f"requires_grad {i}": getattr(o, "requires_grad", False)
               for i, o in enumerate(outputs)}
@@ -125,7 +132,8 @@ def check(function: Any, *inputs: Any, dtypes: Any = FLOATS, orders: int = 2,
     derivatives; `factor`: how much wider than torch's own tolerance."""
     for dtype in dtypes:
         arrays = [array_of(x, dtype, i) for i, x in enumerate(inputs)]
-        theirs = run(torch, function, arrays, orders)
+        with warnings.catch_warnings(action="ignore"):
+            theirs = run(torch, function, arrays, orders)
         ours = run(md, function, arrays, orders)
         assert ours.keys() == theirs.keys()
         for name in theirs:

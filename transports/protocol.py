@@ -208,9 +208,9 @@ MESSAGES = {kind: Layout(name, fields) for kind, name, fields in [
     (MANIFEST, "MANIFEST", "version:u32 hash:hash"),        # payload: pack_manifest
     (INIT, "INIT", "dtype:u8 start:u64 stop:u64 rule:text settings:numbers"),
     (PUSH, "PUSH", "push_id:u64 version:u64 start:u64 stop:u64 samples:u32 dtype:u8"),
-    (APPLIED, "APPLIED", "push_id:u64 version:u64"),
-    (PULL, "PULL", "start:u64 stop:u64"),
-    (STATE, "STATE", "version:u64 start:u64 stop:u64 dtype:u8"),
+    (APPLIED, "APPLIED", "push_id:u64 version:u64 accepted:u8"),
+    (PULL, "PULL", "clock:u64 start:u64 stop:u64"),
+    (STATE, "STATE", "clock:u64 version:u64 start:u64 stop:u64 dtype:u8"),
     (REFUSED, "REFUSED", "code:u16 text:text"),             # in place of APPLIED or STATE
     (OPAQUE, "OPAQUE", "tag:u64"),                          # payload: the plugin's own affair
 ]}
