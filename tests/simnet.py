@@ -114,11 +114,12 @@ class Network:
 
     # datagrams
 
-    def host(self, address: Any, machine: Any) -> Host:
-        """Put a machine at an address; who was there before is dead."""
+    def host(self, address: Any, machine: Any, clock: float = 0.0) -> Host:
+        """Put a machine at an address; who was there before is dead. Its own
+        clock is ahead of the network's by `clock`: hosts never agree on the time."""
         if address in self.hosts:
             self.hosts[address].alive = False
-        self.hosts[address] = Host(self, address, machine)
+        self.hosts[address] = Host(self, address, machine, clock)
         return self.hosts[address]
 
     def path(self, source: Any, target: Any) -> Path:
@@ -153,21 +154,25 @@ class Host:
     """A machine at an address: gets its datagrams, is woken by its deadline."""
     BUSY = 1000         # wake-ups at one instant that no network could explain: it spins
 
-    def __init__(self, network: Network, address: Any, machine: Any):
-        self.network, self.address, self.machine = network, address, machine
+    def __init__(self, network: Network, address: Any, machine: Any, clock: float = 0.0):
+        self.network, self.address, self.machine, self.clock = network, address, machine, clock
         self.alive, self.timer, self.woken = True, inf, (0.0, 0)
         self.on_wake: Callable[[], None] | None = None      # the layer above, if any
 
     def receive(self, data: bytes, source: Any) -> None:
         if self.alive:
-            self.machine.receive(memoryview(data), source, self.network.now)
+            self.machine.receive(memoryview(data), source, self.now)
             self.wake()
+
+    @property
+    def now(self) -> float:
+        return self.network.now + self.clock
 
     def wake(self) -> None:
         """Let the layer above and the machine do what they can now."""
         if not self.alive:
             return
-        now = self.network.now
+        now = self.now
         if self.on_wake:
             self.on_wake()
         for address, datagrams in self.machine.trains(now):
@@ -176,10 +181,10 @@ class Host:
         due = self.machine.deadline()
         if due < inf and (due < self.timer or self.timer <= now):
             self.timer = due
-            self.network.at(due, self._timer, due)
+            self.network.at(due - self.clock, self._timer, due)
 
     def _timer(self, due: float) -> None:
-        now = self.network.now
+        now = self.now
         if not self.alive or due != self.timer:
             return
         time, times = self.woken

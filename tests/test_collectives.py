@@ -130,6 +130,24 @@ def test_all_reduce_equals_reduce_scatter_and_all_gather(size, count, seed):
         assert whole.tobytes() == gathered.tobytes()
 
 
+@pytest.mark.parametrize("limit", [2**30, -1], ids=["doubling", "halving"])
+def test_operands_stand_in_rank_order(limit, monkeypatch):
+    """The maximum of 0 and -0, and the bits of a sum of two NaNs, depend on which stands left."""
+    monkeypatch.setattr(md, "SMALL", limit)
+    odd = np.array([0.0, -0.0, np.nan, -np.nan])
+    parts = [np.tile(np.roll(odd, rank), 8) for rank in range(3)]
+
+    def work(group):
+        results = []
+        for op in (md.ReduceOp.MAX, md.ReduceOp.MIN, md.ReduceOp.SUM):
+            x = parts[group.rank].copy()
+            group.all_reduce(x, op)
+            results.append(x.tobytes())
+        return results
+    first, *others = on_ranks(3, work)
+    assert others == [first, first]
+
+
 def test_average_divides_once():
     parts = [numbers(r, 9, "float32") for r in range(3)]
 
@@ -363,9 +381,9 @@ def test_shares_are_disjoint_and_complete(size, count):
 def test_every_message_of_a_schedule_is_expected(size, count, small, data):
     """What one rank sends to another, the other takes, in the same order and of the same size."""
     root = data.draw(st.integers(0, size - 1))
-    for schedule in (lambda r: md.all_reduce_schedule(r, size, count, small),
-                     lambda r: md.broadcast_schedule(r, size, count, root),
-                     lambda r: md.all_gather_schedule(r, size, count)):
+    for schedule in (lambda r: md.all_reduce_schedule(r, size, count, 0, small),
+                     lambda r: md.broadcast_schedule(r, size, count, root, small),
+                     lambda r: md.all_gather_schedule(r, size, count, 0, small)):
         sent, taken = {}, {}
         for rank in range(size):
             for to, send, source, take, _ in schedule(rank):
@@ -376,7 +394,28 @@ def test_every_message_of_a_schedule_is_expected(size, count, small, data):
         assert sent == taken
 
 
+def test_the_schedule_is_the_documented_one():
+    """Who keeps which half is part of the protocol: other programs must do the same."""
+    Exchange = md.Exchange
+    assert list(md.all_reduce_schedule(1, 5, 7, root=0, small=False)) == [
+        Exchange(0, (0, 3), 0, (3, 7), combine=True),       # distance 1: rank 0 keeps the lower
+        Exchange(3, (5, 7), 3, (3, 5), combine=True),       # distance 2
+        Exchange(3, (3, 5), 3, (5, 7)),                     # and the same way back
+        Exchange(0, (3, 7), 0, (0, 3)),
+    ]
+    assert list(md.all_reduce_schedule(0, 5, 7, root=0, small=True)) == [
+        Exchange(None, (0, 0), 4, (0, 7), combine=True),    # the surplus rank hands in
+        Exchange(1, (0, 7), 1, (0, 7), combine=True),
+        Exchange(2, (0, 7), 2, (0, 7), combine=True),
+        Exchange(4, (0, 7), None, (0, 0)),
+    ]
+    assert list(md.broadcast_schedule(3, 6, 7, root=1, small=True)) == [
+        Exchange(None, (0, 0), 1, (0, 7)),
+        Exchange(4, (0, 7), None, (0, 0)),
+    ]
+
+
 def test_a_machine_of_256_ranks_needs_few_messages():
-    steps = list(md.all_reduce_schedule(5, 256, 10_000, small=False))
+    steps = list(md.all_reduce_schedule(5, 256, 10_000, root=0, small=False))
     assert len(steps) == 2 * 8
     assert sum(send[1] - send[0] for _, send, *_ in steps) <= 2 * 10_000

@@ -164,10 +164,16 @@ def init(rank, values, rule="sgd", **settings):
 
 
 @pytest.mark.parametrize("bad", [
-    init(0, [1.0], rule="magic"), init(0, [1.0], momentum=0.9)])
-def test_D39_a_rule_that_the_server_does_not_know(bad):
-    refusal, = md.ParameterServer(1).on_message(*bad)
-    assert refusal.kind == "REFUSED" and "sgd, adagrad" in refusal.fields[1]
+    init(0, [1.0], rule="magic"), init(0, [1.0], momentum=0.9),
+    init(0, [1.0])._replace(payload=b"1234567"), init(0, [1.0])._replace(payload=np.ones(2)),
+    init(0, [1.0])._replace(fields=("bfloat16", 0, 1, "sgd", {"lr": 1.0})),
+    Packet("TENSOR", 0, (0, "float32", ()))],
+    ids=["rule", "setting", "bytes", "elements", "dtype", "kind"])
+def test_D39_what_a_server_cannot_begin_with_is_refused(bad):
+    server = md.ParameterServer(1)
+    refusal, = server.on_message(*bad)
+    assert refusal[:2] == ("REFUSED", 0) and refusal.fields[0] == "UNEXPECTED"
+    assert server.on_message(*init(0, [1.0])) == [] and server.values is not None
 
 
 @pytest.mark.parametrize("fields, payload", [
@@ -214,6 +220,17 @@ def test_a_warm_start_ends_when_rank_0_ends():
     machines = Machines(2, warm_start=10)
     machines.send(0, machines.workers[0].on_finish())
     assert not machines.workers[1].waits_for("PULL")
+
+
+def test_a_worker_needs_only_servers_that_owe_it_an_answer():
+    machines = Machines(1, servers=2)
+    worker = machines.workers[0]
+    push = worker.on_gradient(np.ones(SIZE), 1)
+    machines.send(0, push[:1])              # to node 1, which answers; node 2 has not heard yet
+    worker.on_lost(1)
+    with pytest.raises(RuntimeError, match="rank 0, step 1: server node 2 is gone and has not "
+                                           r"answered PUSH \('killed',\)"):
+        worker.on_lost(2, ("killed",))
 
 
 def test_the_end_waits_for_workers_but_not_for_lost_ones():
@@ -350,7 +367,7 @@ def test_all_workers_end_on_the_same_parameters(servers, options):
 
         def node(transport):
             if transport.node >= 3:
-                return training.serve(transport, machines[transport.node - 3])
+                return md.serve(transport, machines[transport.node - 3])
             return train_downpour(md.ProcessGroup(transport, 3), **options)
         trained = run(nodes, node)[:3]
     expected = np.concatenate([machine.values for machine in machines])
@@ -367,7 +384,7 @@ def test_losing_a_worker_does_not_stop_the_others():
 
         def node(transport):
             if transport.node == 3:
-                return training.serve(transport, server)
+                return md.serve(transport, server)
             die_at = (1, 4) if transport.node == 2 else None
             return train_downpour(md.ProcessGroup(transport, 3), die_at=die_at)
         first, second, lost, _ = run(nodes, node)
@@ -382,10 +399,9 @@ def test_losing_a_server_is_an_error_that_names_it():
             if transport.node == 2:
                 server, wire = md.ParameterServer(2), training.Wire(transport)
                 while server.version < 3:       # then it dies
-                    for answer in server.on_message(*wire.recv()):
-                        wire.send(answer)
+                    wire.send(server.on_message(*wire.recv(None, "serving")))
                 return transport.abort("out of memory")
-            with pytest.raises(RuntimeError, match="(?s)2 .*out of memory"):
+            with pytest.raises(RuntimeError, match="node 2 (is gone .*out of memory|lost)"):
                 train_downpour(md.ProcessGroup(transport, 2))
         run(nodes, node)
 

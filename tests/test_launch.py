@@ -1,8 +1,9 @@
 """Groups of processes: how they start, what they print, how they end.
 
-Rows D27, D36 and D37 of the fault list, and what `kill`, Ctrl-C and an occupied
-port do. Each test gives its processes a mark in their environment and looks for
-it in /proc afterwards: nothing may be left running.
+What `kill`, Ctrl-C and an occupied port do, and rows of the list of faults that
+distributed trainers meet; these tests carry the row in their name (d24 ...). Each
+test gives its processes a mark in their environment and looks for it in /proc
+afterwards: nothing may be left running.
 """
 import os
 import secrets
@@ -88,8 +89,7 @@ def run(start):
 
 # ---- start ------------------------------------------------------------------
 
-def test_a_clean_run_prints_what_the_workers_print_and_nothing_else(run):
-    """D36."""
+def test_d36_a_clean_run_prints_what_the_workers_print_and_nothing_else(run):
     code, out, err = run("import os, sys; print('hello', os.environ['RANK'], sys.argv[1:])",
                          "--nproc-per-node", "3", args=["--lr", "1"])
     assert sorted(out.splitlines()) == [f"[{r}] hello {r} ['--lr', '1']" for r in range(3)]
@@ -120,6 +120,13 @@ def test_the_environment_is_torchruns(run):
         assert f"[{rank}] {expected}" in out
     jobs = {line.partition("JOB")[2] for line in out.splitlines() if "JOB" in line}
     assert len(jobs) == 1
+
+
+def test_nothing_of_an_outer_run_gets_in(run, monkeypatch):
+    for name in launch.OURS:
+        monkeypatch.setenv(name, "stale")
+    code, out, err = run("import os; print([k for k, v in os.environ.items() if v == 'stale'])")
+    assert out == "[0] []\n", err
 
 
 def test_each_run_has_its_own_key_and_name(run):
@@ -197,6 +204,15 @@ def test_a_port_in_use_is_reported_before_anything_starts(run, transport):
     assert code == 2 and f"port {port}" in err and "--master-port" in err and out == ""
 
 
+@pytest.mark.parametrize("address", ["localhost", "::1", "127.0.0.1"])
+def test_d22_names_and_ipv6(run, address):
+    code, out, err = run("import os, socket\n"
+                         "where = os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])\n"
+                         "socket.create_connection(where, timeout=5).close()\nprint(where[0])",
+                         "--master-addr", address)
+    assert (code, out) == (0, f"[0] {address}\n"), err
+
+
 @pytest.mark.parametrize("transport, kind", [("tcp", "SOCK_STREAM"), ("udp", "SOCK_DGRAM")])
 def test_node_0_inherits_the_listening_socket(run, transport, kind):
     code, out, err = run(f"""
@@ -260,8 +276,8 @@ def test_lines_are_what_a_terminal_would_show():
     assert [len(line) for line in feed(b"x" * launch.MAX_LINE, b"y")[0]] == [launch.MAX_LINE + 1]
 
 
-def test_lines_of_different_workers_never_mix(run):
-    """D27: long lines, and lines that are written in pieces."""
+def test_d27_lines_of_different_workers_never_mix(run):
+    """Long lines, and lines that are written in pieces."""
     code, out, err = run("""
 import os, sys
 me = os.environ['RANK']
@@ -353,8 +369,8 @@ time.sleep(60)
 """
 
 
-def test_the_root_cause_comes_once_and_last(run):
-    """D37: rank 2's own error, in full, although rank 1, its victim, ended first."""
+def test_d37_the_root_cause_comes_once_and_last(run):
+    """Rank 2's own error, in full, although rank 1, its victim, ended first."""
     code, out, err = run(LOSING, "--nproc-per-node", "3")
     lines = err.splitlines()
     assert code == 1
@@ -364,6 +380,13 @@ def test_the_root_cause_comes_once_and_last(run):
     assert lines[-1] == "ValueError: the cause"
     assert err.count("Traceback") == err.count("ValueError: the cause") == 1
     assert out == ""
+
+
+def test_those_who_lose_the_failed_one_have_time_to_say_so(run):
+    code, out, err = run(LOSING.replace("atexit.register(time.sleep, 0.6)", "pass"),
+                         "--nproc-per-node", "3")
+    assert code == 1 and "[1] minidist_transports.PeerLost: node 2 lost" in err
+    assert err.endswith("ValueError: the cause\n")
 
 
 def test_a_traceback_behind_an_unfinished_bar(run):
@@ -419,7 +442,7 @@ time.sleep(60)
 """
 
 
-def test_a_worker_that_ignores_sigterm_is_killed_with_its_helpers(run):
+def test_d24_a_worker_that_ignores_sigterm_is_killed_with_its_helpers(run):
     code, out, err = run(
         STUBBORN.replace("print(os.getpid())", "if os.environ['RANK'] == '1': sys.exit(3)"),
         "--nproc-per-node", "2", "--shutdown-timeout", "0.5")
@@ -442,7 +465,7 @@ def test_a_stopped_worker_is_ended_too(start, mark):
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143),
                                           (signal.SIGHUP, 129)])
-def test_one_signal_ends_all(start, mark, number, code):
+def test_d24_one_signal_ends_all(start, mark, number, code):
     process = start("import time; print('ready'); time.sleep(60)", "--nproc-per-node", "2")
     for _ in range(2):
         process.stdout.readline()
@@ -462,7 +485,7 @@ def test_workers_may_use_the_grace(start):
     assert (process.returncode, out) == (130, "[0] saved\n")
 
 
-def test_a_second_ctrl_c_kills(start, mark):
+def test_d24_a_second_ctrl_c_kills(start, mark):
     process = start(STUBBORN, "--nproc-per-node", "2", "--shutdown-timeout", "60")
     for _ in range(2):
         process.stdout.readline()
@@ -479,7 +502,7 @@ def test_the_terminals_ctrl_c_reaches_the_launcher_alone(start, mark):
     assert process.communicate(timeout=20)[0] == "[0] True\n"
 
 
-def test_kill_9_of_the_launcher_ends_the_workers(start, mark):
+def test_d24_kill_9_of_the_launcher_ends_the_workers(start, mark):
     """Stubborn, stopped and with helpers: the guard needs no cooperation."""
     process = start(STUBBORN, "--nproc-per-node", "2", "--shutdown-timeout", "0.5")
     workers = [int(process.stdout.readline().split()[1]) for _ in range(2)]
@@ -646,6 +669,17 @@ def test_what_cannot_travel_is_named(mark):
 def test_output_of_a_function_appears_here(mark, capsys):
     assert launch.launch(prints) == [None, None]
     assert sorted(capsys.readouterr().out.splitlines()) == ["[0] hello", "[1] hello"]
+
+
+def multiplies():
+    a = np.ones((600, 600))
+    return float((a @ a).sum())
+
+
+def test_d26_a_launcher_whose_blas_has_threads(mark):
+    """Workers are new programs. A forked one would hang in the locks of those threads."""
+    multiplies()
+    assert launch.launch(multiplies, timeout=60) == [600.0 ** 3] * 2
 
 
 def test_a_function_has_a_timeout(mark):

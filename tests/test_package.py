@@ -136,12 +136,15 @@ def test_transports_beside_the_single_file(bare, tmp_path):
     shutil.copy(ROOT / "minidist.py", tmp_path)
     shutil.copytree(ROOT / "transports", tmp_path / "transports")
     program = ("import minidist as md\n"
-               "def rank():\n"
-               "    return md.distributed.get_rank()\n"
+               "def total():\n"
+               "    md.distributed.init_process_group()\n"
+               "    x = md.tensor([1.0 + md.distributed.get_rank()])\n"
+               "    md.distributed.all_reduce(x)\n"
+               "    return x.tolist()\n"
                "if __name__ == '__main__':\n"
-               "    print(md.launch(rank, workers=2, transport='pipe'))\n")
+               "    print(md.launch(total, workers=2, transport='pipe'))\n")
     (tmp_path / "program.py").write_text(program)
-    assert run(bare, "program.py", cwd=tmp_path) == "[0, 1]\n"
+    assert run(bare, "program.py", cwd=tmp_path) == "[[3.0], [3.0]]\n"
 
 
 def test_installed(installed, tmp_path):

@@ -1,4 +1,9 @@
 """Synchronous: N ranks equal one process on the same batches; faults name rank and tensor."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,6 +14,7 @@ from memory import cluster, run
 from minidist import nn
 
 mse = nn.functional.mse_loss
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def on_ranks(size, work):
@@ -166,6 +172,22 @@ def test_D13_gradients_are_weighted_by_samples(size, shares):
         np.testing.assert_allclose(gradient, model.weight.grad.numpy(), rtol=0, atol=1e-12)
 
 
+def test_the_nan_of_a_rank_without_samples_is_not_a_gradient():
+    """The mean loss of nothing is NaN, and so is its derivative by a factor of the loss."""
+    def work(group):
+        model = nn.Linear(3, 2).to(np.float64)
+        factor = model.factor = nn.Parameter(md.tensor(2.0, dtype=np.float64))
+        train = md.Synchronous(model, md.optim.SGD(model.parameters(), lr=0.1), group)
+        for x, y in train.batches(loader_of(batch_size=1, count=1)):
+            loss = mse(model(x), y) * factor
+            assert np.isnan(loss.item()) == (group.rank == 1)
+            loss.backward()
+            mean = train.mean(loss)
+        return factor.grad.item(), mean
+    results = on_ranks(2, work)
+    assert results[0] == results[1] and np.isfinite(results[0]).all()
+
+
 # ---- D15, D16: parameters that are missing, frozen, tied -------------------------
 
 def test_D15_a_gradient_that_one_rank_lacks_counts_as_zero():
@@ -264,7 +286,8 @@ def test_D3_frozen_on_one_rank_only():
 
 # ---- D8: a gradient that is not finite -------------------------------------------
 
-def test_D8_all_ranks_raise_and_name_the_culprit():
+@pytest.mark.parametrize("bad", [np.nan, np.inf], ids=["nan", "inf"])
+def test_D8_all_ranks_raise_and_name_the_culprit(bad):
     def work(group):
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).to(np.float64)
         train = md.Synchronous(model, md.optim.SGD(model.parameters(), lr=0.1), group)
@@ -272,11 +295,11 @@ def test_D8_all_ranks_raise_and_name_the_culprit():
         mse(model(x), y).backward()
         train.step()
         before = weights(model)
-        scale = np.nan if group.rank == 2 else 1.0
+        scale = bad if group.rank == 2 else 1.0
         train.zero_grad()
         with pytest.raises(FloatingPointError,
                            match="step 1: non-finite gradient from rank 2 in 1.bias"):
-            (model[1].bias * scale).sum().backward()
+            (model[1].bias.abs() * scale).sum().backward()
         assert_close(weights(model), before)
         train.zero_grad()                           # and training may go on
         mse(model(x), y).backward()
@@ -298,8 +321,8 @@ class Running(nn.Module):
         self.w = nn.Parameter(md.ones(2, dtype=np.float64))
 
     def forward(self, x):
-        if len(x):
-            self.seen = self.seen + x.sum(0)        # a new tensor each time: looked up by name
+        # A new tensor each time: looked up by name. It is NaN where there is no sample.
+        self.seen = self.seen + x.mean(0) * len(x)
         self.steps += 1
         return x * self.w
 
@@ -487,6 +510,31 @@ def test_two_backward_passes_of_one_step_add_up():
     assert on_ranks(2, work) == [5.0, 5.0]
 
 
+def test_distributed_data_parallel_is_pytorchs_face_of_it():
+    x, y = samples(12)
+
+    def work(group):
+        model = nn.parallel.DistributedDataParallel(net(seed=group.rank), process_group=group)
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        mine = slice(4 * group.rank, 4 * group.rank + 4)
+        for _ in range(3):
+            optimizer.zero_grad()
+            with model.no_sync():
+                (mse(model(x[mine]), y[mine]) / 2).backward()
+            (mse(model(x[mine]), y[mine]) / 2).backward()
+            optimizer.step()
+        return weights(model.module), list(model.state_dict())
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        mse(model(x), y).backward()
+        optimizer.step()
+    for found, names in on_ranks(3, work):
+        assert_close(found, weights(model))
+        assert names == [f"module.{name}" for name in model.state_dict()]
+
+
 def test_alone_no_group_is_needed():
     model = nn.Linear(2, 1)
     train = md.Synchronous(model, md.optim.SGD(model.parameters(), lr=0.1))
@@ -497,3 +545,58 @@ def test_alone_no_group_is_needed():
         train.step()
     train.finish()
     assert train.steps == 2 and train.total(5) == 5
+
+
+# ---- over real transports ---------------------------------------------------------
+
+PROGRAM = """
+import hashlib, sys
+import numpy as np
+import minidist as md
+from minidist import distributed as dist, nn
+
+dist.init_process_group()
+md.manual_seed(dist.get_rank())
+rng = np.random.default_rng(1)
+x, y = (md.tensor(rng.standard_normal((23, n)).astype(np.float32)) for n in (30, 5))
+md.manual_seed(1)
+data = md.utils.data.TensorDataset(x, y)
+loader = md.utils.data.DataLoader(data, batch_size=10, shuffle=True)
+# Of 26,000 parameters: above the size from which all_reduce halves.
+model = nn.Sequential(nn.Linear(30, 700), nn.Tanh(), nn.Linear(700, 5))
+optimizer = md.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+train = getattr(dist, sys.argv[1])(model, optimizer)
+for _ in range(3):
+    for a, b in train.batches(loader):
+        train.zero_grad()
+        nn.functional.mse_loss(model(a), b).backward()
+        train.step()
+train.finish()
+weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+print("weights", hashlib.sha256(weights).hexdigest())
+dist.destroy_process_group()
+"""
+
+
+def launched(tmp_path, strategy, transport, *flags):
+    """The fingerprint of the weights that each of three workers ends with."""
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    command = [sys.executable, str(ROOT / "minidist.py"), "launch", "--nproc-per-node", "3",
+               "--transport", transport, *flags, str(script), strategy]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    return [line.split()[-1] for line in done.stdout.splitlines() if "weights" in line]
+
+
+def test_the_same_bits_over_pipe_tcp_and_udp(tmp_path):
+    runs = [launched(tmp_path, "Synchronous", transport) for transport in ("pipe", "tcp", "udp")]
+    assert [len(run) for run in runs] == [3, 3, 3]
+    assert len({digest for run in runs for digest in run}) == 1
+
+
+@pytest.mark.parametrize("transport", ["pipe", "tcp", "udp"])
+def test_downpour_with_server_processes(tmp_path, transport):
+    digests = launched(tmp_path, "Downpour", transport, "--servers", "2")
+    assert len(digests) == 3 and len(set(digests)) == 1

@@ -72,6 +72,7 @@ class Transport(ABC):
     """
     node: int                   # this node
     size: int                   # workers + servers
+    incarnation: int = 0        # u32, random for each process: a restarted node is another
     doing: str = ""             # "all_reduce #57 (fc1.weight)": errors and stall reports say it
     stats: dict[str, int]       # STATS
     on_lost: Callable[[int, str], None] | None = None

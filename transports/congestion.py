@@ -13,6 +13,7 @@ from .packets import BASE_SIZE, Run
 
 ACK_DELAY = 0.005               # s an acknowledgement may wait (RFC 9000 says 25 ms; LANs)
 GRANULARITY = 0.001             # s (RFC 9002, 6.1.2)
+TICK = 1e-6                     # s: no answer takes less; a coarse clock may say so
 INITIAL_RTT = 0.333             # s (RFC 9002, 6.2.2)
 PTO_CEILING = 0.5               # s: two probes a second harm nobody, and a path that
 #                                 returns is found within half a second (ours)
@@ -31,7 +32,7 @@ class Rtt:
 
     def sample(self, latest: float, delay: float) -> None:
         """`delay` is how long the peer says that it held the acknowledgement."""
-        self.latest = latest
+        self.latest = latest = max(latest, TICK)
         if self.minimum == inf:
             self.minimum = self.smoothed = latest
             self.variation = latest / 2

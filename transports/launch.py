@@ -35,7 +35,7 @@ from typing import Any
 from . import remote
 
 
-class LaunchError(RuntimeError):
+class LaunchError(ChildProcessError):
     """The group can't be started as it was asked for, or one of its processes failed."""
 
 
@@ -141,23 +141,31 @@ def listen(job: Job) -> socket.socket | None:
     if job.machine != 0 or job.transport == "pipe":
         return None
     kind = socket.SOCK_DGRAM if job.transport == "udp" else socket.SOCK_STREAM
-    where = f"{job.master_addr}:{job.master_port}"
+    tried = []
     try:
-        family, _, _, _, address = socket.getaddrinfo(
-            job.master_addr, job.master_port, type=kind)[0]
-        sock = socket.socket(family, kind)
-        if kind == socket.SOCK_STREAM and os.name == "posix":
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        if kind == socket.SOCK_STREAM:
-            sock.listen(512)
+        addresses = socket.getaddrinfo(job.master_addr, job.master_port, type=kind)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise LaunchError(f"port {job.master_port} of {job.master_addr} is in use by another "
-                              "program (an earlier run?): give another --master-port, or leave "
-                              "it out and a free one is taken") from None
-        raise LaunchError(f"cannot listen at {where} ({error}): --master-addr must be an address "
-                          "of the machine with --node-rank 0") from None
+        raise LaunchError(f"--master-addr {job.master_addr}: {error}") from None
+    for family, _, _, _, address in addresses:
+        sock = socket.socket(family, kind)
+        try:
+            if kind == socket.SOCK_STREAM and os.name == "posix":
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+            if kind == socket.SOCK_STREAM:
+                sock.listen(512)
+            break
+        except OSError as error:
+            sock.close()
+            if error.errno == errno.EADDRINUSE:
+                raise LaunchError(
+                    f"port {job.master_port} of {job.master_addr} is in use by another program "
+                    "(an earlier run?): give another --master-port, or leave it out and a free "
+                    "one is taken") from None
+            tried.append(f"{address[0]} ({error.strerror})")
+    else:
+        raise LaunchError(f"cannot listen at {', '.join(tried)}: --master-addr must be an address "
+                          "of the machine with --node-rank 0")
     job.master_port = sock.getsockname()[1]
     if job.transport in ("tcp", "udp") and os.name == "posix":
         return sock
@@ -499,13 +507,12 @@ class Group:
                 signal.signal(getattr(signal, name), handler)
 
     def start(self) -> None:
-        job = self.job
+        job, nodes = self.job, self.job.nodes()
+        listener = listen(job)
         if os.name == "posix":
             self.guard = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", GUARD, str(job.grace)],
                 stdin=subprocess.PIPE, start_new_session=True)
-        listener = listen(job)
-        nodes = job.nodes()
         mesh = pipe_mesh(nodes) if job.transport == "pipe" else ((n, {}) for n in nodes)
         with listener or contextlib.nullcontext(), contextlib.closing(mesh):
             for node, pipes in mesh:

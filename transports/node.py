@@ -64,7 +64,9 @@ class Connection:
         self.watched: dict[int, int] = {}       # what poll looks for, by descriptor
         # Poll for room before writing (again); a new connection first comes up.
         self.blocked = stream.write_fd >= 0 and session.side == protocol.DIALER
-        self.opened = self.broken = False       # has been joined; can no longer be written
+        self.opened = False                     # was joined
+        self.broken = self.gone = False         # cannot be written any more; was let go
+        self.trouble = ""                       # why it cannot be written
         self.unread = False                     # pump told of bytes that we have not read
         self.drain_until = math.inf             # a failed connection is read on so long, so
         #                                         that our ERROR arrives (close would reset it)
@@ -90,7 +92,7 @@ class Link:
 
     @property
     def open(self) -> bool:
-        return self.conn is not None and self.conn.session.state == protocol.OPEN
+        return self.conn is not None and self.conn.session.open
 
 
 class Post:
@@ -133,7 +135,9 @@ class StreamTransport(Transport):
         try:
             with self.lock:
                 self._join()
-        except BaseException:
+        except BaseException as error:
+            with self.lock:                     # those who joined shall know why it failed
+                self._give_up(ProtocolError(CODES["ABORTED"], str(error)))
             self._shut()
             raise
         self.stop = threading.Event()
@@ -175,23 +179,31 @@ class StreamTransport(Transport):
             there.out.append(out)
             seen = 0
 
+            def tell() -> None:
+                """Tell the caller what has come, whoever read it."""
+                nonlocal seen
+                if landed is None or post.message is None:
+                    return
+                stop = post.message.got & (-1 if post.message.done else -64)
+                if stop > seen:
+                    if post.message.view is not post.view:      # it came before we asked
+                        post.view[seen:stop] = post.message.view[seen:stop]
+                    landed(seen, stop)
+                    seen = stop
+
             def step() -> bool:
                 """Send a frame when not too far ahead, read, send when idle."""
-                nonlocal seen
                 got = post.message.got if post.message else 0
                 moved = (not out.sent and out.at - got < AHEAD and there.open
                          and self._write(there.conn, 1))
                 if not post.done and here.open:
                     moved = self._read(here.conn) or moved
-                if landed is not None and post.message is not None:
-                    stop = post.message.got & (-1 if post.message.done else -64)
-                    if stop > seen:
-                        landed(seen, stop)
-                        seen = stop
+                tell()
                 if not moved and not out.sent and there.open:
                     moved = self._write(there.conn, 1)
                 return moved
             self._wait(lambda: out.sent and post.done, timeout, here, (out, post), step)
+            tell()
             self.stats["messages_sent"] += 1
             return self._take(here, channel, post)
 
@@ -222,18 +234,19 @@ class StreamTransport(Transport):
     def abort(self, reason: str) -> None:
         with self.lock:
             if not self.closed:
-                self._tell_all(broken("ABORTED", reason))
+                self._give_up(ProtocolError(CODES["ABORTED"], reason))
                 self._part(lambda: not self.connections, 1.0)
         self._end()
 
     def close(self) -> None:
         with self.lock:
             if not self.closed:
+                if self.failure is not None:    # that is no goodbye
+                    self._give_up(ProtocolError(CODES["ABORTED"], str(self.failure())))
                 for conn in list(self.connections):
                     conn.session.leave()
                     self._write(conn)
-                self._part(lambda: not any(c.session.state == protocol.OPEN
-                                           for c in self.connections), PARTING)
+                self._part(lambda: not any(conn.opened for conn in self.connections), PARTING)
         self._end()
 
     # ---- waiting -----------------------------------------------------------------
@@ -380,7 +393,7 @@ class StreamTransport(Transport):
     def _read(self, conn: Connection) -> bool:
         """Take what has arrived on a connection; False if nothing had."""
         session = conn.session
-        if session.paused:
+        if session.paused or conn.gone:
             return False
         try:
             count = conn.stream.recv_into(session.space())
@@ -391,7 +404,7 @@ class StreamTransport(Transport):
             self._drop(conn, error.strerror or str(error))
             return True
         if not count:
-            self._drop(conn, "connection closed")
+            self._drop(conn, conn.trouble or "connection closed")
             return True
         self.stats["bytes_received"] += count
         self._parsed(conn, lambda: session.received(count, time.monotonic()))
@@ -404,7 +417,7 @@ class StreamTransport(Transport):
                     self._control(conn, message)
         except ProtocolError as error:
             self._broken(conn, error)
-        if conn.session.out:
+        if conn.session.out or conn.session.left:
             self._write(conn)
         if conn.session.paused:
             self._watch(conn)
@@ -416,7 +429,7 @@ class StreamTransport(Transport):
             if not conn.writing:                # a frame is out: which one is next?
                 if session.out:
                     conn.writing, conn.current = [session.out.popleft()], None
-                elif most and link is not None and link.out and session.state == protocol.OPEN:
+                elif most and link is not None and link.out and link.open:
                     conn.current = out = link.out[0]
                     conn.writing = out.frame(min(session.max_frame, CHUNK),
                                              self.config.generation, session.checksums)
@@ -430,20 +443,18 @@ class StreamTransport(Transport):
                 break
             except OSError as error:
                 # What the peer said last (why it gave up) may still be unread.
-                conn.broken = True
+                conn.broken, conn.trouble = True, error.strerror or str(error)
                 while self._read(conn):
                     pass
-                self._drop(conn, error.strerror or str(error))
+                self._drop(conn, conn.trouble)
                 return True
             moved = True
             self.stats["bytes_sent"] += count
-            while count:
-                size = len(conn.writing[0])
-                if count < size:
-                    conn.writing[0] = memoryview(conn.writing[0])[count:]
-                    break
-                count -= size
+            while conn.writing and count >= len(conn.writing[0]):
+                count -= len(conn.writing[0])
                 del conn.writing[0]
+            if count:
+                conn.writing[0] = memoryview(conn.writing[0])[count:]
             if not conn.writing and conn.current is not None and conn.current.done:
                 conn.current.sent = True
                 link.out.popleft()              # type: ignore[union-attr]
@@ -457,7 +468,7 @@ class StreamTransport(Transport):
     def _watch(self, conn: Connection) -> None:
         """Tell poll what this connection waits for."""
         stream, wanted = conn.stream, {}
-        if stream.read_fd >= 0 and conn in self.connections:
+        if stream.read_fd >= 0 and not conn.gone:
             if not conn.session.paused:
                 wanted[stream.read_fd] = IN
             if conn.blocked and not conn.broken:
@@ -529,7 +540,8 @@ class StreamTransport(Transport):
             link.held -= message.total
             self.held -= message.total
             if post.view is not None:
-                post.view[:] = message.view
+                if message.total:               # (an empty view is read-only)
+                    post.view[:] = message.view
                 message.payload = post.into
             self._resume(link)
         self.stats["messages_received"] += 1
@@ -586,7 +598,7 @@ class StreamTransport(Transport):
         """Try the next place of a peer's address; after the last, start again later."""
         link.redial = math.inf
         if link.give_up == math.inf:
-            link.give_up = now + self.config.start_timeout
+            link.give_up = now + self.config.start_timeout + 1.0    # who waits gives up first
         try:
             if not link.places:
                 link.places = self.driver.resolve(link.address)
@@ -644,6 +656,14 @@ class StreamTransport(Transport):
             self._opened(conn, link, fields[1])
         elif kind == protocol.GOODBYE:
             self._lose(link, 0, "it said goodbye")
+        elif kind == protocol.DEPARTED:
+            gone = self.links.get(fields[0])
+            if gone is None or (fields[1] == 0 and gone.open):
+                return                          # its own goodbye comes behind its last message
+            # Node 0 decides who is in the job; about node 0, and where one loss ends
+            # all, anybody is believed: so the first death is named, not the second.
+            if 0 in (link.peer, gone.peer) or self.on_lost is None:
+                self._lose(gone, *fields[1:])
         elif link.peer != 0:
             raise broken("UNEXPECTED", f"{protocol.describe(kind, fields)} from node {link.peer}")
         elif kind == protocol.ROSTER:
@@ -651,10 +671,6 @@ class StreamTransport(Transport):
                 if member.node != self.node:
                     self.links[member.node].address = member.address
             self.ready = True
-        elif kind == protocol.DEPARTED and fields[0] in self.links:
-            gone = self.links[fields[0]]
-            if fields[1] or not gone.open:      # its own goodbye comes behind its last message
-                self._lose(gone, *fields[1:])
 
     def _decide(self, conn: Connection, node: int, role: int, incarnation: int,
                 address: str) -> None:
@@ -701,7 +717,8 @@ class StreamTransport(Transport):
     # ---- ends -----------------------------------------------------------------------------
 
     def _broken(self, conn: Connection, error: ProtocolError) -> None:
-        """A rule was broken on a connection; its session has an ERROR to send."""
+        """A rule was broken on a connection: its peer is told, and it ends."""
+        conn.session.fail(error)
         self._write(conn)
         if conn.opened and conn.link is not None:
             conn.drain_until = time.monotonic() + 1.0
@@ -728,8 +745,9 @@ class StreamTransport(Transport):
 
     def _drop(self, conn: Connection, reason: str) -> None:
         """Let go of a connection."""
-        if conn not in self.connections:
+        if conn.gone:
             return
+        conn.gone = conn.broken = True
         self.connections.discard(conn)
         self._watch(conn)
         for fd in (conn.stream.read_fd, conn.stream.write_fd):
@@ -754,7 +772,7 @@ class StreamTransport(Transport):
         if link.lost is not None:
             return
         link.lost = (code, reason)
-        if self.node == 0:                      # the coordinator tells all
+        if 0 in (self.node, link.peer) or (code and self.on_lost is None):
             for other in self.links.values():
                 if other.open and other is not link:
                     assert other.conn is not None
@@ -801,10 +819,11 @@ class StreamTransport(Transport):
         """Who waits for whom, for how long, in what."""
         title = self.config.title
         if not self.ready:
-            missing = [title(other.peer) for other in self.links.values() if not other.open]
-            text = (f"{self._title()} has waited {seconds:.0f} of "
-                    f"{self.config.start_timeout:g} s "
-                    f"for " + (", ".join(missing) or "the other nodes") + " to join")
+            # Only node 0 knows who is missing; the others wait for its roster.
+            missing = [title(other.peer) for other in self.links.values()
+                       if not other.open and 0 in (self.node, other.peer)]
+            text = (f"{self._title()} has waited {seconds:.0f} of {self.config.start_timeout:g} s "
+                    f"for {', '.join(missing) or 'the other nodes'} to join")
             for other in self.links.values():
                 text += "".join(f"; {place}: {why}" for place, why in other.failures.items())
             return text
@@ -849,6 +868,7 @@ class StreamTransport(Transport):
         """Rendezvous: all dial node 0, which answers with who is where."""
         config, now = self.config, time.monotonic()
         self._register(self.wake_read.fileno())
+        links = [self.links[peer] for peer in self.driver.connected]
         for peer, stream in self.driver.connected.items():
             session = Session(config, self.node > peer, now, incarnation=self.incarnation,
                               patience=config.start_timeout)
@@ -863,7 +883,9 @@ class StreamTransport(Transport):
             if self.node != 0:
                 self.links[0].address = join_address(host, port)
                 self._dial(self.links[0], now)
-        self._wait(lambda: self.ready, config.start_timeout, self.links.get(0), ())
+        # Streams that exist from the start all open now, others on first use.
+        self._wait(lambda: self.ready and all(link.open or link.lost for link in links),
+                   config.start_timeout, self.links.get(0), ())
 
     def _register(self, fd: int) -> None:
         for poll in self.polls:

@@ -87,6 +87,13 @@ def decode_close(body: memoryview) -> tuple[int, str]:
     return CODE.unpack_from(body)[0], bytes(body[2:]).decode(errors="replace")
 
 
+def encode_feedback(credit: int, delay: float, ranges: list[tuple[int, int]]) -> bytes:
+    """How much may come, how long the newest packet has waited, and what came."""
+    numbers = [number for pair in ranges for number in pair]
+    return FEEDBACK.pack(credit, min(int(delay * 1e6), (1 << 32) - 1), len(ranges)) + struct.pack(
+        f">{len(numbers)}Q", *numbers)
+
+
 def decode_feedback(body: memoryview) -> tuple[int, float, list[tuple[int, int]]]:
     """Credit, delay in seconds, and the ranges (first, last), newest first."""
     if len(body) < FEEDBACK.size:

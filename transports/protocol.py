@@ -67,11 +67,8 @@ ERRORS = {
     33: Error("MISMATCH", "job", False, "nodes call different operations, or with other sizes"),
     34: Error("SILENT", "connection", True, "nothing was heard for heartbeat_timeout"),
     35: Error("LOST", "connection", True, "a connection ended without GOODBYE"),
-    48: Error("UNSUPPORTED_DTYPE", "request", False, "a dtype code that is not in the table"),
-    49: Error("NOT_READY", "request", True, "the server has no parameters yet: INIT comes first"),
-    50: Error("BAD_RANGE", "request", False, "an element range outside this server's slice"),
-    51: Error("TOO_STALE", "request", True, "a push on parameters that are too old"),
-    52: Error("NOT_FINITE", "request", False, "a gradient with NaN or infinity"),
+    48: Error("NOT_READY", "request", True, "the server has no parameters yet: INIT comes first"),
+    49: Error("BAD_RANGE", "request", False, "not this server's slice, dtype or length"),
 }
 CODES = {error.name: code for code, error in ERRORS.items()}
 
@@ -190,7 +187,7 @@ class Layout:
 # above it; 128 and up may be skipped by who does not know them.
 
 PROOF, JOIN, WELCOME, ROSTER, PING, PONG, DEPARTED, GOODBYE, ERROR = range(1, 10)
-COLLECTIVE, TENSOR, MANIFEST, INIT, PUSH, APPLIED, PULL, STATE, REFUSED, OPAQUE = range(32, 42)
+COLLECTIVE, TENSOR, INIT, PUSH, APPLIED, PULL, STATE, REFUSED, OPAQUE = range(32, 41)
 
 MESSAGES = {kind: Layout(name, fields) for kind, name, fields in [
     (PROOF, "PROOF", "proof:hash"),
@@ -205,7 +202,6 @@ MESSAGES = {kind: Layout(name, fields) for kind, name, fields in [
     (COLLECTIVE, "COLLECTIVE", "op:u8 reduce:u8 dtype:u8 root:u16 sequence:u32 "
                                "count:u64 start:u64 stop:u64"),
     (TENSOR, "TENSOR", "tag:u32 dtype:u8 shape:shape"),
-    (MANIFEST, "MANIFEST", "version:u32 hash:hash"),        # payload: pack_manifest
     (INIT, "INIT", "dtype:u8 start:u64 stop:u64 rule:text settings:numbers"),
     (PUSH, "PUSH", "push_id:u64 version:u64 start:u64 stop:u64 samples:u32 dtype:u8"),
     (APPLIED, "APPLIED", "push_id:u64 version:u64 accepted:u8"),
@@ -237,41 +233,9 @@ def describe(kind: int, fields: Sequence) -> str:
         return f"message of kind {kind}"
     words = {"op": OPS, "reduce": REDUCTIONS,
              "dtype": {code: name for code, (name, _, _) in DTYPES.items()}}
-    shown = [f"{name}={words.get(name, {}).get(value, value)}"
+    shown = [f"{name}={words[name].get(value, value) if name in words else value}"
              for name, value in zip(layout.names, fields, strict=False)]
     return f"{layout.name}({', '.join(shown)})"
-
-
-class Entry(NamedTuple):
-    """One tensor of the model, as all ranks must have it."""
-    name: str
-    dtype: int                  # a code of DTYPES
-    shape: tuple[int, ...]
-    requires_grad: bool
-
-
-def pack_manifest(entries: Sequence[Entry]) -> bytes:
-    """u32 count; for each: text name, u8 dtype, shape, u8 requires_grad. Its
-    SHA-256 is the hash in MANIFEST: equal models, equal bytes."""
-    return struct.pack(">I", len(entries)) + b"".join(
-        pack_text(e.name) + bytes([e.dtype]) + pack_shape(e.shape) + bytes([bool(e.requires_grad)])
-        for e in entries)
-
-
-def unpack_manifest(data: Any) -> list[Entry]:
-    cursor = Cursor(data)
-    (count,) = cursor.take(">I")
-    if count > len(data):       # an entry has at least 5 bytes: no list before its bytes
-        raise broken("BAD_FIELDS", f"a manifest of {count} tensors in {len(data)} bytes")
-    entries = []
-    for _ in range(count):
-        name, (dtype,), shape = cursor.text(), cursor.take(">B"), cursor.shape()
-        (grad,) = cursor.take(">B")
-        if dtype not in DTYPES or grad > 1:
-            raise broken("BAD_FIELDS", f"{name!r} has dtype code {dtype}, requires_grad {grad}")
-        entries.append(Entry(name, dtype, shape, bool(grad)))
-    cursor.end()
-    return entries
 
 
 class Member(NamedTuple):
@@ -629,9 +593,11 @@ class Session:
         checksum = zlib.crc32(fields)
         if checksum != body and not self.checksums:
             raise broken("BAD_FRAME", f"the checksum of a {describe(kind, ())}'s fields is wrong")
-        if flags & ~MORE or length > total or generation != self.config.generation:
-            raise broken("BAD_FRAME", f"flags {flags:#x}, {length} of {total} payload bytes, "
-                                      f"generation {generation}")
+        if flags & ~MORE or length > total:
+            raise broken("BAD_FRAME", f"flags {flags:#x}, {length} of {total} payload bytes")
+        if generation != self.config.generation:
+            raise broken("GENERATION", f"a frame of generation {generation} in "
+                                       f"{self.config.generation}")
         message = self._partial.get(channel) if kind not in SESSION_KINDS else None
         if message is None:
             message = self._begin_message(kind, channel, flags, fields, length, total)
@@ -642,8 +608,8 @@ class Session:
         elif kind != message.kind or size or total != message.total:
             raise broken("UNEXPECTED", f"{describe(kind, ())} inside a "
                                        f"{describe(message.kind, message.fields)} on its channel")
-        if message.got + length > total or (flags & MORE and not length) or (
-                not flags & MORE and message.got + length != total):
+        stop = message.got + length
+        if stop > total or bool(flags & MORE) != (stop < total) or (flags & MORE and not length):
             raise broken("BAD_FRAME", f"{message.got} + {length} of {total} payload bytes, "
                                       f"flags {flags:#x}")
         self._start = start + size
@@ -688,7 +654,8 @@ class Session:
             raise broken("CHECKSUM", f"the payload of {describe(message.kind, message.fields)} "
                                      f"is damaged")
         if not self._flags & MORE:
-            self._partial.pop(message.channel, None)
+            if message is self._partial.get(message.channel):
+                del self._partial[message.channel]
             message.done = True
             self._complete(message, events)
 
@@ -724,7 +691,14 @@ class Session:
 
     # -- control out
 
+    @property
+    def open(self) -> bool:
+        """May messages be sent?"""
+        return self.state == OPEN and not self.said_goodbye
+
     def _say(self, kind: int, values: Sequence = (), payload: bytes = b"") -> None:
+        if self.said_goodbye:                   # nothing follows a GOODBYE
+            return
         self.out.append(pack_frame(kind, values, payload, generation=self.config.generation,
                                    checksums=self.checksums))
 
@@ -741,13 +715,13 @@ class Session:
         self.state = CLOSED
 
     def leave(self) -> None:
-        if self.state == OPEN and not self.said_goodbye:
-            self.said_goodbye = True
+        if self.open:
             self._say(GOODBYE)
+            self.said_goodbye = True
 
     def tell(self, kind: int, values: Sequence, payload: bytes = b"") -> None:
         """ROSTER and DEPARTED, which node 0 sends."""
-        if self.state == OPEN:
+        if self.open:
             self._say(kind, values, payload)
 
     # -- time

@@ -25,49 +25,14 @@ from __future__ import annotations
 
 import hmac
 import os
-import struct
 from collections import deque
 from collections.abc import Callable, Iterator
 from math import inf
 from typing import Any, NamedTuple
 
+from . import packets as wire
 from .congestion import ACK_DELAY, CONTROLLERS, GRANULARITY, Acked, Rtt
-from .packets import (
-    ACCEPT,
-    ACK,
-    BASE_SIZE,
-    CLOSE,
-    COOKIE,
-    FEEDBACK,
-    FLOW,
-    GONE,
-    GRANT,
-    HEAD,
-    HEADER,
-    HELLO,
-    INIT,
-    LAST_NUMBER,
-    NO_ERROR,
-    NUMBER,
-    OFFSET,
-    PING,
-    RESTARTED,
-    RETRY,
-    STREAM,
-    TIMED_OUT,
-    VERSION,
-    Delivered,
-    Flight,
-    Malformed,
-    Ranges,
-    Ring,
-    Run,
-    Seal,
-    decode_close,
-    decode_feedback,
-    encode_close,
-    head,
-)
+from .packets import Delivered, Flight, Malformed, Ranges, Ring, Run, Seal
 
 # ---- constants, each with its source ------------------------------------------
 
@@ -86,9 +51,9 @@ TIME_THRESHOLD = 9 / 8          # (RFC 9002, 6.1.2)
 PERSISTENT = 3                  # probe timeouts without any acknowledgement (RFC 9002, 7.6.1)
 BURST_PACKETS = 10              # may leave back to back (RFC 9002, 7.7)
 BURST_TIME = 0.002              # s: or so much, as timers are no finer (ours)
-TRAIN = 44                      # packets handed over at once: 64 kB, what UDP_SEGMENT takes
+TRAIN = 64_000                  # bytes handed over at once: what UDP_SEGMENT takes (Linux)
 IDLE = 30.0                     # s of silence that end a connection (RFC 9000, 10.1; quinn)
-KEEP_ALIVE = IDLE / 3           # s without sending anything that asks for an answer
+KEEP_ALIVE = IDLE / 3           # s of silence, ours and theirs, until we ask (RFC 9000, 10.1.2)
 RETRY_FIRST, RETRY_LAST = 0.25, 1.0     # s between INITs, doubling (ours)
 COOKIE_LIFE = 10.0              # s (section 10.3; SCTP gives 60)
 HALF_OPEN = 64                  # accepted connections whose first packet has not come (ours)
@@ -99,6 +64,7 @@ STATS = ("datagrams_sent", "datagrams_received", "datagrams_lost", "retransmissi
          "spurious",            # declared lost, and came after all
          "duplicates",          # packets that came again, or were replayed
          "dropped")             # datagrams of strangers, of earlier lives, damaged ones
+SPARE = 256                     # numbers kept for saying that they are used up (ours)
 FIRST_SKIP = 256                # packets until a number is left out on purpose (quic-go)
 
 # ---- a connection ---------------------------------------------------------------------------
@@ -128,7 +94,7 @@ class Connection:
         self.stats = endpoint.stats
         self.due = 0.0                              # when trains() should be called
         # handshake
-        self.cookie, self.accept = bytes(COOKIE.size), b""
+        self.cookie, self.accept = bytes(wire.COOKIE.size), b""
         self.interval, self.again, self.limit = RETRY_FIRST, now, inf
         self.seals = (endpoint.seal, endpoint.seal)             # what we send, what comes
         # what was sent
@@ -158,10 +124,10 @@ class Connection:
         self.granted = endpoint.window
         self.grant_due = self.ping_due = self.close_due = False
         # sizes
-        self.size, self.rung, self.tries, self.size_at = BASE_SIZE, 0, 0, now
+        self.size, self.rung, self.tries, self.size_at = wire.BASE_SIZE, 0, 0, now
         # the end
         self.closing = self.ended = False           # we want it; the peer has ended
-        self.code, self.reason = NO_ERROR, ""
+        self.code, self.reason = wire.NO_ERROR, ""
 
     # -- the stream, for the layer above
 
@@ -187,6 +153,8 @@ class Connection:
     def read_into(self, view: memoryview) -> int:
         """Move bytes that arrived in order into the view; how many."""
         count = min(len(view), self.readable)
+        if not count:
+            return 0
         view[:count] = self.into.get(self.read, self.read + count)
         self.read += count
         window = self.endpoint.window
@@ -208,7 +176,7 @@ class Connection:
 
     def _end(self, now: float, state: str, code: int, reason: str) -> None:
         self.state, self.code, self.reason = state, code, reason
-        if code != NO_ERROR and self.error is None:
+        if code != wire.NO_ERROR and self.error is None:
             self.error = reason
         self.ended = self.close_due = True
         self.limit = now + CLOSE_TIMES * self.rtt.timeout()
@@ -225,9 +193,9 @@ class Connection:
             self._handshake(data, kind, now)
             return
         seal = self.seals[1]
-        number, end = word & NUMBER, len(data) - seal.size
-        if self.state == CLOSED or kind < STREAM or kind & 0xFF != INIT & 0xFF \
-                or end < HEAD.size or not seal.opens(data):
+        number, end = word & wire.NUMBER, len(data) - seal.size
+        if self.state == CLOSED or kind < wire.STREAM or kind & 0xFF != wire.INIT & 0xFF \
+                or end < wire.HEAD.size or not seal.opens(data):
             self.stats["dropped"] += 1
             return
         seen = self.seen
@@ -238,17 +206,17 @@ class Connection:
         self.stats["datagrams_received"] += 1
         if self.state == ACCEPTED:                  # the peer has the keys: it is the one
             self._open()
-        elif self.state != OPEN and kind != CLOSE:
+        elif self.state != OPEN and kind != wire.CLOSE:
             return
         try:
-            if kind == STREAM:
-                if not self._on_stream(data[HEAD.size:end]):
+            if kind == wire.STREAM:
+                if not self._on_stream(data[wire.HEAD.size:end]):
                     return                          # no room to remember it: as if lost
-            elif kind in (ACK, GRANT):
-                self._on_feedback(now, *decode_feedback(data[HEAD.size:end]))
-            elif kind == CLOSE:
-                self._on_close(now, *decode_close(data[HEAD.size:end]))
-            elif kind != PING:
+            elif kind in (wire.ACK, wire.GRANT):
+                self._on_feedback(now, *wire.decode_feedback(data[wire.HEAD.size:end]))
+            elif kind == wire.CLOSE:
+                self._on_close(now, *wire.decode_close(data[wire.HEAD.size:end]))
+            elif kind != wire.PING:
                 raise Malformed(f"packet of unknown kind {kind >> 8:#x}")
         except Malformed as error:
             self.abort(now, error.code, str(error))
@@ -264,9 +232,9 @@ class Connection:
                 seen.add(0, self.seen_floor)
         if number >= newest:
             self.seen_time = now
-        if kind != ACK and kind != CLOSE:
+        if kind != wire.ACK and kind != wire.CLOSE:
             self.unacked += 1
-            if self.unacked >= ACK_EVERY or number != newest or kind == PING:
+            if self.unacked >= ACK_EVERY or number != newest or kind == wire.PING:
                 self.ack_at = self.due = 0.0
             elif self.ack_at == inf:
                 self.ack_at = now + ACK_DELAY
@@ -274,12 +242,12 @@ class Connection:
 
     def _on_stream(self, body: memoryview) -> bool:
         """Keep the bytes; False if they must be sent again."""
-        if len(body) <= OFFSET.size:
+        if len(body) <= wire.OFFSET.size:
             raise Malformed("STREAM without bytes")
-        offset, = OFFSET.unpack_from(body)
-        data, stop = body[OFFSET.size:], offset + len(body) - OFFSET.size
+        offset, = wire.OFFSET.unpack_from(body)
+        data, stop = body[wire.OFFSET.size:], offset + len(body) - wire.OFFSET.size
         if stop > self.granted:
-            raise Malformed(f"bytes up to {stop} sent, {self.granted} granted", FLOW)
+            raise Malformed(f"bytes up to {stop} sent, {self.granted} granted", wire.FLOW)
         received = self.received
         if offset == received.stops[-1]:            # in order, or the next one after a gap
             self.into.put(offset, data)
@@ -334,14 +302,14 @@ class Connection:
         self.controller.on_acked(now, Acked(newly, self.flight.bytes, rate, before.limited, turn))
 
     def _on_delivered(self, run: Run) -> None:
-        if run.kind == STREAM:
+        if run.kind == wire.STREAM:
             self.delivered += run.length
             self.acked.add(run.offset, run.offset + run.length)
             self.resend.remove(run.offset, run.offset + run.length)
             if self.blocked or self.closing:
                 self.blocked = False
                 self.endpoint.news[self] = None
-        elif run.kind == GRANT:                     # the peer knows the ranges below
+        elif run.kind == wire.GRANT:                     # the peer knows the ranges below
             self.seen_floor = max(self.seen_floor, run.offset)
             self.seen.add(0, self.seen_floor)
         elif run.size > self.size:                  # a probe of the path's size: climb on
@@ -378,13 +346,13 @@ class Connection:
             self.lost.add(run)
             for low, high in self.acked.gaps(run.offset, run.offset + run.length):
                 self.resend.add(low, high)
-            self.grant_due |= run.kind == GRANT
-            if run.kind == PING and run.size > self.size:
+            self.grant_due |= run.kind == wire.GRANT
+            if run.kind == wire.PING and run.size > self.size:
                 self.size_at = now                  # try again, at most SIZE_TRIES times
         old = now - 2 * self.rtt.timeout() - self.rtt.smoothed
         while self.lost.runs and self.lost.runs[0].time < old:
             self.lost.take(0, self.lost.runs[0].stop)
-        stream = [run.time for run in lost if run.kind == STREAM]
+        stream = [run.time for run in lost if run.kind == wire.STREAM]
         if stream:                                  # probes are no sign of congestion
             between = [time for time in stream if self.acked_sent < time < min(
                 (run.time for run in newly), default=inf)]
@@ -396,7 +364,7 @@ class Connection:
         """Answered with our own, which stops the peer from repeating it."""
         if self.state == OPEN:
             self._end(now, DRAINING, code, reason)
-            self.error = f"closed by the peer: {reason}" if code != NO_ERROR else None
+            self.error = f"closed by the peer: {reason}" if code != wire.NO_ERROR else None
         elif self.state == CLOSING:
             self.state = CLOSED                     # both sides know
         else:
@@ -405,26 +373,28 @@ class Connection:
     # -- the handshake, dialling side
 
     def _hello(self) -> bytes:
-        return HELLO.pack(self.id, self.endpoint.incarnation, self.nonce, self.granted)
+        return wire.HELLO.pack(self.id, self.endpoint.incarnation, self.nonce, self.granted)
 
     def _handshake(self, data: memoryview, kind: int, now: float) -> None:
-        body = data[HEAD.size:]
-        if kind == RETRY and len(body) == COOKIE.size + self.seals[1].size \
-                and body[:COOKIE.size] != self.cookie and self.seals[1].opens(data):
-            self.cookie = bytes(body[:COOKIE.size])
+        body = data[wire.HEAD.size:]
+        if kind == wire.RETRY and len(body) == wire.COOKIE.size + self.seals[1].size \
+                and body[:wire.COOKIE.size] != self.cookie and self.seals[1].opens(data):
+            self.cookie = bytes(body[:wire.COOKIE.size])
             self.interval, self.again, self.due = RETRY_FIRST, now, 0.0
-        elif kind == ACCEPT and len(body) == HELLO.size + self.seals[1].size:
-            hello = HELLO.unpack_from(body)
+        elif kind == wire.ACCEPT and len(body) == wire.HELLO.size + self.seals[1].size:
+            hello = wire.HELLO.unpack_from(body)
             ours, theirs = self.endpoint.data_seals(self.nonce, hello[2])
             if theirs.opens(data):                  # made by the key, for this very nonce
                 self._up(hello, (ours, theirs), now)
                 self._open()
+                if self.interval == 2 * RETRY_FIRST:        # asked once: this is the answer to it
+                    self.rtt.sample(now - (self.again - RETRY_FIRST), 0.0)
                 self.ping_due = True                # so that they see that we have the keys
                 return
             self.stats["dropped"] += 1
-        elif kind == CLOSE and self.seals[1].opens(data):
+        elif kind == wire.CLOSE and self.seals[1].opens(data):
             try:
-                self._end(now, CLOSED, *decode_close(body[:-self.seals[1].size]))
+                self._end(now, CLOSED, *wire.decode_close(body[:-self.seals[1].size]))
             except Malformed:
                 self.stats["dropped"] += 1
         else:
@@ -459,15 +429,14 @@ class Connection:
 
     def _dial(self, now: float) -> Iterator[list[bytes]]:
         if now >= self.limit:
-            dropped = self.stats["dropped"]
-            hint = f"; {dropped} datagrams failed authentication: have both sides the same key?"
-            self._end(now, CLOSED, TIMED_OUT, "no answer" + hint * (dropped > 0))
+            self._end(now, CLOSED, wire.TIMED_OUT,
+                      "no answer: nobody listens there, or it has another key")
             return
         if now >= self.again:
             self.again, self.interval = now + self.interval, min(2 * self.interval, RETRY_LAST)
             seal = self.seals[0]
-            body = head(INIT, 0, 0) + self._hello() + self.cookie
-            yield [seal.close(body.ljust(BASE_SIZE - seal.size, b"\0"))]
+            body = wire.head(wire.INIT, 0, 0) + self._hello() + self.cookie
+            yield [seal.close(body.ljust(wire.BASE_SIZE - seal.size, b"\0"))]
         self.due = min(self.again, self.limit)
 
     def _say_close(self, now: float) -> Iterator[list[bytes]]:
@@ -478,12 +447,12 @@ class Connection:
             self.close_due, self.again = True, now + self.rtt.timeout()
         if self.close_due:
             self.close_due = False
-            yield [self._packet(CLOSE, encode_close(self.code, self.reason))]
+            yield [self._packet(wire.CLOSE, wire.encode_close(self.code, self.reason))]
         self.due = min(self.limit, self.again if self.state == CLOSING else inf)
 
     def _packet(self, kind: int, body: bytes) -> bytes:
         self.number += 1
-        return self.seals[0].close(head(kind, self.number - 1, self.peer_id) + body)
+        return self.seals[0].close(wire.head(kind, self.number - 1, self.peer_id) + body)
 
     def _remember(self, kind: int, now: float, first: int, offset: int = 0, length: int = 0,
                   size: int = 0) -> None:
@@ -495,32 +464,33 @@ class Connection:
 
     def _run_timers(self, now: float) -> None:
         if now >= self.heard + IDLE:
-            self._end(now, CLOSED, TIMED_OUT, f"nothing heard for {IDLE:g} s")
+            self._end(now, CLOSED, wire.TIMED_OUT, f"nothing heard for {IDLE:g} s")
         elif self.closing and (now >= self.limit or self.acked.stops[0] == self.written):
-            late = self.acked.stops[0] != self.written
-            self._end(now, CLOSING, TIMED_OUT if late else NO_ERROR, "closed" + ", late" * late)
-        elif self.number + TRAIN >= LAST_NUMBER:
-            self.abort(now, GONE, "packet numbers are used up")
+            whole = self.acked.stops[0] == self.written
+            self._end(now, CLOSING, *(wire.NO_ERROR, "closed") if whole else
+                      (wire.TIMED_OUT, "closed before all was delivered"))
+        elif self.number + SPARE >= wire.LAST_NUMBER:
+            self.abort(now, wire.GONE, "packet numbers are used up")
         elif now >= self.loss_time:
             self._detect_losses(now, [])
         elif self.flight.runs and now >= self.asked_time + self.rtt.timeout(self.doublings):
             self._probe(now)
-        if now >= self.asked_time + KEEP_ALIVE:
+        if now >= max(self.heard, self.asked_time) + KEEP_ALIVE:
             self.ping_due = True
 
     def _probe(self, now: float) -> None:
         """No answer in time. That is no loss yet: ask again with the oldest bytes."""
         self.doublings += 1
         self.probes = 2
-        if self.doublings == 2 and self.size > BASE_SIZE:   # are large ones swallowed now?
-            self._set_size(BASE_SIZE, 0, now + SIZE_REST)
+        if self.doublings == 2 and self.size > wire.BASE_SIZE:   # are large ones swallowed now?
+            self._set_size(wire.BASE_SIZE, 0, now + SIZE_REST)
         oldest = self.flight.runs[0]
         stop = min(oldest.offset + oldest.length, oldest.offset + 2 * self.size)
-        gaps = self.acked.gaps(oldest.offset, stop) if oldest.kind == STREAM else []
+        gaps = self.acked.gaps(oldest.offset, stop) if oldest.kind == wire.STREAM else []
         for low, high in gaps:
             self.resend.add(low, high)
-        self.grant_due |= oldest.kind == GRANT
-        self.ping_due |= not gaps and oldest.kind != GRANT
+        self.grant_due |= oldest.kind == wire.GRANT
+        self.ping_due |= not gaps and oldest.kind != wire.GRANT
 
     def _set_size(self, size: int, rung: int, again: float) -> None:
         """Datagrams have this size from now on; try the next rung of the ladder `again`."""
@@ -535,11 +505,11 @@ class Connection:
             yield from self._try_size(now)
         if self.ping_due:
             self.ping_due = False
-            packet = self._packet(PING, b"")
-            self._remember(PING, now, self.number - 1)
+            packet = self._packet(wire.PING, b"")
+            self._remember(wire.PING, now, self.number - 1)
             yield [packet]
         while True:
-            payload = self.size - HEAD.size - OFFSET.size - self.seals[0].size
+            payload = self.size - wire.HEAD.size - wire.OFFSET.size - self.seals[0].size
             pending = bool(self.resend.starts) or self.sent < min(self.written, self.credit)
             room = int(self.controller.window - self.flight.bytes) // payload
             waits = pending and room > 0            # for nothing but its turn
@@ -552,7 +522,7 @@ class Connection:
             room = max(min(room, turns), self.probes)
             if room <= 0 or not pending:
                 break
-            train = self._train(now, min(room, TRAIN), payload)
+            train = self._train(now, min(room, TRAIN // self.size), payload)
             self.probes = max(0, self.probes - len(train))
             self.pace += len(train) * payload / rate
             yield train
@@ -562,8 +532,9 @@ class Connection:
         timer = self.loss_time
         if timer == inf and self.flight.runs:
             timer = self.asked_time + self.rtt.timeout(self.doublings)
-        self.due = min(timer, self.ack_at, self.heard + IDLE, self.asked_time + KEEP_ALIVE,
-                       self.limit, self.size_at if self.rung < len(self.endpoint.ladder) else inf,
+        self.due = min(timer, self.ack_at, self.heard + IDLE,
+                       max(self.heard, self.asked_time) + KEEP_ALIVE, self.limit,
+                       self.size_at if self.rung < len(self.endpoint.ladder) else inf,
                        self.pace if waits else inf)
 
     def _train(self, now: float, count: int, payload: int) -> list[bytes]:
@@ -574,8 +545,8 @@ class Connection:
             self.skip_at = self.number + self.skip_gap + self.endpoint.random(1)[0]
         if not self.flight.bytes:                   # the first after a pause: time starts here
             self.delivered_time = self.delivered_sent = now
-        tag, get, pack = self.seals[0].tag, self.out.get, HEADER.pack
-        word, peer = STREAM << 48, self.peer_id
+        tag, get, pack = self.seals[0].tag, self.out.get, wire.HEADER.pack
+        word, peer = wire.STREAM << 48, self.peer_id
         train: list[bytes] = []
         size = payload
         while len(train) < count and size == payload:       # a short one ends the train
@@ -594,7 +565,7 @@ class Connection:
                 train.append(packet + tag(packet))
                 number += 1
             self.number = number
-            self._remember(STREAM, now, first, start, stop - start, payload)
+            self._remember(wire.STREAM, now, first, start, stop - start, payload)
             if again:
                 self.resend.remove(start, stop)
                 self.stats["retransmissions"] += number - first
@@ -607,16 +578,15 @@ class Connection:
         when there is news of credit, or when the list of ranges grows long."""
         starts, stops = self.seen.starts, self.seen.stops
         prune = len(starts) > PRUNE_RANGES and now >= self.asked_prune + self.rtt.smoothed
-        kind = GRANT if self.grant_due or prune else ACK
-        ranges = [number for first, stop in zip(reversed(starts), reversed(stops), strict=True)
-                  if stop > self.seen_floor
-                  for number in (max(first, self.seen_floor), stop - 1)]
-        body = FEEDBACK.pack(self.granted, min(int((now - self.seen_time) * 1e6), (1 << 32) - 1),
-                             len(ranges) // 2) + struct.pack(f">{len(ranges)}Q", *ranges)
+        kind = wire.GRANT if self.grant_due or prune else wire.ACK
+        ranges = [(max(first, self.seen_floor), stop - 1)
+                  for first, stop in zip(reversed(starts), reversed(stops), strict=True)
+                  if stop > self.seen_floor]
+        body = wire.encode_feedback(self.granted, now - self.seen_time, ranges)
         packet = self._packet(kind, body)
-        if kind == GRANT:
+        if kind == wire.GRANT:
             self.grant_due, self.asked_prune = False, now
-            self._remember(GRANT, now, self.number - 1, stops[-1] - 1)
+            self._remember(wire.GRANT, now, self.number - 1, stops[-1] - 1)
         self.unacked, self.ack_at = 0, inf
         return packet
 
@@ -627,8 +597,8 @@ class Connection:
             self.tries, self.size_at = 0, now + SIZE_AGAIN
             return
         size, self.size_at = self.endpoint.ladder[self.rung], inf
-        packet = self._packet(PING, bytes(size - HEAD.size - self.seals[0].size))
-        self._remember(PING, now, self.number - 1, size=size)
+        packet = self._packet(wire.PING, bytes(size - wire.HEAD.size - self.seals[0].size))
+        self._remember(wire.PING, now, self.number - 1, size=size)
         yield [packet]
 
 
@@ -682,17 +652,17 @@ class Endpoint:
         step = segment or len(data) or 1
         for at in range(0, len(data), step):
             datagram = data[at:at + step]
-            if len(datagram) < HEAD.size + self.seal.size:
+            if len(datagram) < wire.HEAD.size + self.seal.size:
                 self.stats["dropped"] += 1
                 continue
-            word, receiver = HEAD.unpack_from(datagram)
+            word, receiver = wire.HEAD.unpack_from(datagram)
             connection = self.connections.get(receiver)
             if connection is not None and connection.address == address:
                 before = connection.state
                 connection.receive(datagram, word, now)
                 if connection.state != before:
                     self._changed(connection, before, now)
-            elif word >> 56 == INIT >> 8 and self.listening:
+            elif word >> 56 == wire.INIT >> 8 and self.listening:
                 self._on_init(datagram, word, address, now)
             else:                                   # of an earlier life, or a stranger's
                 self.stats["dropped"] += 1
@@ -718,36 +688,36 @@ class Endpoint:
     def too_big(self, address: Any, size: int, now: float) -> None:
         """The socket refused a datagram of this size (EMSGSIZE)."""
         for each in self.connections.values():
-            if each.address == address and each.size >= size > BASE_SIZE:
-                each._set_size(BASE_SIZE, 0, now + SIZE_REST)
+            if each.address == address and each.size >= size > wire.BASE_SIZE:
+                each._set_size(wire.BASE_SIZE, 0, now + SIZE_REST)
 
     # -- the handshake, listening side: nothing is kept before the cookie comes back
 
     def _cookie(self, now_us: int, address: Any, hello: bytes) -> bytes:
-        text = OFFSET.pack(now_us) + repr(address).encode() + hello
-        return COOKIE.pack(now_us, hmac.digest(self.secret, text, "sha256")[:16])
+        text = wire.OFFSET.pack(now_us) + repr(address).encode() + hello
+        return wire.COOKIE.pack(now_us, hmac.digest(self.secret, text, "sha256")[:16])
 
     def _on_init(self, data: memoryview, word: int, address: Any, now: float) -> None:
         """INIT without a good cookie: answer with one, keep nothing. With one, the
         sender is where it says; make a connection, which still has to prove the key."""
-        if len(data) != BASE_SIZE or not self.seal.opens(data):
+        if len(data) != wire.BASE_SIZE or not self.seal.opens(data):
             self.stats["dropped"] += 1
             return
-        hello = HELLO.unpack_from(data, HEAD.size)
+        hello = wire.HELLO.unpack_from(data, wire.HEAD.size)
         their_id, incarnation, nonce, _ = hello
-        raw = bytes(data[HEAD.size:HEAD.size + HELLO.size])
-        cookie = bytes(data[HEAD.size + HELLO.size:][:COOKIE.size])
-        made_us, _ = COOKIE.unpack(cookie)
+        raw = bytes(data[wire.HEAD.size:wire.HEAD.size + wire.HELLO.size])
+        cookie = bytes(data[wire.HEAD.size + wire.HELLO.size:][:wire.COOKIE.size])
+        made_us, _ = wire.COOKIE.unpack(cookie)
         age = now - made_us / 1e6
-        if word >> 48 != INIT:
-            reply = self._refusal(their_id, VERSION, f"version {word >> 48 & 0xFF} is not known, "
-                                                     f"{INIT & 0xFF} is")
+        if word >> 48 != wire.INIT:
+            reply = self.seal.close(wire.head(wire.CLOSE, 0, their_id) + wire.encode_close(
+                wire.VERSION, f"version {word >> 48 & 0xFF} is not known, version 1 is"))
         elif incarnation == self.incarnation or not their_id:
             self.stats["dropped"] += 1              # our own, reflected
             return
         elif not (-1e-5 <= age <= COOKIE_LIFE and hmac.compare_digest(
                 cookie, self._cookie(made_us, address, raw))):
-            reply = self.seal.close(head(RETRY, 0, their_id)
+            reply = self.seal.close(wire.head(wire.RETRY, 0, their_id)
                                     + self._cookie(int(now * 1e6), address, raw))
         elif nonce in self.half:
             reply = self.half[nonce].accept         # ours was lost
@@ -758,15 +728,13 @@ class Endpoint:
             connection = self.half[nonce] = Connection(self, address, now)
             ours, theirs = self.data_seals(nonce, connection.nonce)
             connection._up(hello, (theirs, ours), now)
-            connection.rtt.sample(max(age, GRANULARITY), 0.0)   # the cookie's round trip
+            if age < RETRY_FIRST:                   # the cookie's round trip; INIT went once
+                connection.rtt.sample(age, 0.0)
             connection.state, connection.limit = ACCEPTED, now + COOKIE_LIFE
-            connection.accept = reply = theirs.close(head(ACCEPT, 0, their_id)
+            connection.accept = reply = theirs.close(wire.head(wire.ACCEPT, 0, their_id)
                                                      + connection._hello())
             self.connections[connection.id] = connection
         self.replies.append(Train(address, [reply]))
-
-    def _refusal(self, their_id: int, code: int, reason: str) -> bytes:
-        return self.seal.close(head(CLOSE, 0, their_id) + encode_close(code, reason))
 
     def _changed(self, connection: Connection, before: str, now: float) -> None:
         if connection.state == OPEN:
@@ -776,7 +744,7 @@ class Endpoint:
             for other in list(self.connections.values()):
                 if other.address == connection.address and other.peer_incarnation not in (
                         b"", connection.peer_incarnation):
-                    other._end(now, CLOSED, RESTARTED, "the peer has restarted")
+                    other._end(now, CLOSED, wire.RESTARTED, "the peer has restarted")
         self.news[connection] = None
 
     def _leave_half(self, connection: Connection) -> None:

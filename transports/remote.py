@@ -127,11 +127,7 @@ def collect(name: str, thing: Any, parts: dict[str, str], values: dict[str, Any]
 
 
 def source_of(thing: Any) -> str:
-    try:
-        return textwrap.dedent(inspect.getsource(thing))
-    except (OSError, TypeError):
-        pass
-    # inspect does not know classes of a notebook; their methods know the cell.
+    # inspect does not know classes of a notebook, but their methods know the cell.
     for method in vars(thing).values() if inspect.isclass(thing) else ():
         if inspect.isfunction(method):
             lines = linecache.getlines(method.__code__.co_filename)
@@ -139,8 +135,11 @@ def source_of(thing: Any) -> str:
                 if isinstance(node, ast.ClassDef) and node.name == thing.__name__:
                     first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
                     return textwrap.dedent("".join(lines[first - 1:node.end_lineno]))
-    raise NotPortable(f"the source text of {thing.__name__!r} can't be found, so it can't be sent "
-                      "to the workers: put it into a file or a notebook cell")
+    try:
+        return textwrap.dedent(inspect.getsource(thing))
+    except (OSError, TypeError):
+        raise NotPortable(f"the source text of {thing.__name__!r} can't be found, so it can't be "
+                          "sent to the workers: put it into a file or a notebook cell") from None
 
 
 def named_by(thing: Any, text: str) -> Iterator[tuple[str, Any]]:

@@ -1,5 +1,5 @@
-"""What a training process needs of transports: joining the job, training
-messages in words instead of numbers, and the loop of a parameter server.
+"""What a training process needs of transports: joining the job, and training
+messages in words instead of numbers.
 
 Nothing here knows what the messages do; that is section 7 of minidist.py.
 """
@@ -15,8 +15,8 @@ from . import Config, Message, PeerLost, Transport, protocol
 from . import open as open_transport
 
 
-def join(backend: str | None, init_method: str, timeout: Any, world_size: int,
-         rank: int) -> tuple[Transport, Config]:
+def join(backend: str | None = None, init_method: str = "env://", timeout: Any = None,
+         world_size: int = -1, rank: int = -1) -> tuple[Transport, Config]:
     """Join the job that the environment and the arguments (which win) describe."""
     env = dict(os.environ)
     if init_method.startswith("tcp://"):
@@ -74,14 +74,20 @@ class Wire:
 
     def __init__(self, transport: Transport):
         self.transport, self.size = transport, transport.size
+        self.lost: list[tuple] = []             # found out while sending, not told yet
         transport.on_lost = lambda peer, reason: None
 
-    def send(self, packet: tuple) -> None:
-        kind, peer, fields, payload = packet
-        self.transport.send(peer, *encode(kind, fields), (payload,), channel=2)
+    def send(self, packets: Sequence[tuple]) -> None:
+        for kind, peer, fields, payload in packets:
+            try:
+                self.transport.send(peer, *encode(kind, fields), (payload,), channel=2)
+            except PeerLost as lost:
+                self.lost.append(("LOST", lost.peer, (str(lost),), b""))
 
-    def recv(self, timeout: float | None = None, doing: str = "") -> tuple[str, int, tuple, Any]:
+    def recv(self, timeout: float | None, doing: str) -> tuple[str, int, tuple, Any]:
         """The next packet; kind GOODBYE or LOST when a node left or was lost."""
+        if self.lost:
+            return self.lost.pop(0)
         self.transport.doing = doing
         try:
             return decode(self.transport.recv_any(channel=2, timeout=timeout))
@@ -89,21 +95,3 @@ class Wire:
             return "LOST", lost.peer, (str(lost),), b""
         finally:
             self.transport.doing = ""
-
-
-def serve(transport: Transport, server: Any) -> None:
-    """Drive a server machine until it is done, whichever workers leave or are lost:
-    server.on_message(kind, peer, fields, payload) and server.on_lost(peer) return packets."""
-    wire = Wire(transport)
-    while not server.done:
-        try:
-            packet = wire.recv(doing="serving")
-        except TimeoutError:
-            continue                # nobody has anything to say; that they live is known
-        gone = packet[0] in ("GOODBYE", "LOST")
-        answers = server.on_lost(packet[1]) if gone else server.on_message(*packet)
-        for answer in answers:      # the list grows when an answer finds its worker lost
-            try:
-                wire.send(answer)
-            except PeerLost as lost:
-                answers.extend(server.on_lost(lost.peer))

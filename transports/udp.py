@@ -5,9 +5,11 @@ elsewhere, and when it refuses, they go one by one.
 """
 from __future__ import annotations
 
+import contextlib
 import errno
 import select
 import socket
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from math import inf
@@ -19,7 +21,9 @@ from .reliability import CLOSE_LIMIT, OPENING, Connection, Endpoint, Train
 BUFFER = 4 << 20        # unpaced datagrams overrun the default one even on loopback
 LARGEST = 1 << 16       # bytes that one receive can give
 BATCH = 256             # receives in a row; then it is the timers' turn
+SPACE = 64              # for the one number that comes beside a train
 SOL_UDP, UDP_SEGMENT, UDP_GRO = 17, 103, 104
+ANCILLARY = hasattr(socket.socket, "recvmsg_into")      # not on Windows: then no trains
 MTU_DISCOVER = {        # never fragment; the machine finds out what the path carries
     socket.AF_INET: (socket.IPPROTO_IP, 10, 3), socket.AF_INET6: (socket.IPPROTO_IPV6, 23, 3)}
 
@@ -31,16 +35,16 @@ class UdpStream(Stream):
 
     def send(self, views: Sequence) -> int:
         connection, taken = self.connection, 0
-        if connection.state == OPENING:
-            connection.blocked = True
-            raise BlockingIOError
+        full = connection.state == OPENING
         for view in views:
-            count = connection.write(memoryview(view).cast("B"))
-            taken += count
-            if count < len(view):
+            if full:
                 break
+            if len(view):
+                count = connection.write(view)
+                taken += count
+                full = count < len(view)
         self.driver.turn(time.monotonic())
-        if not taken:
+        if full and not taken:
             raise BlockingIOError
         return taken
 
@@ -72,18 +76,17 @@ class UdpDriver(Driver):
         self.socket: socket.socket | None = None
         self.buffer = memoryview(bytearray(LARGEST))
         self.stuck: Train | None = None         # what the socket had no room for
-        self.segments = hasattr(socket, "CMSG_SPACE")
+        self.segments = ANCILLARY and sys.platform == "linux"   # send trains, until refused
 
     def _open(self, sock: socket.socket) -> socket.socket:
         self.socket = sock
         sock.setblocking(False)
         for name in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, name, BUFFER)
-        for option in (MTU_DISCOVER.get(sock.family), (SOL_UDP, UDP_GRO, 1)):
-            try:
-                sock.setsockopt(*option)        # type: ignore[misc]
-            except (OSError, TypeError):
-                pass                            # not Linux: it works without
+        if sys.platform == "linux":             # these are its numbers
+            for option in (MTU_DISCOVER[sock.family], (SOL_UDP, UDP_GRO, int(ANCILLARY))):
+                with contextlib.suppress(OSError):      # an old kernel: it works without
+                    sock.setsockopt(*option)
         return sock
 
     def listen(self, host: str, port: int) -> str:
@@ -147,14 +150,16 @@ class UdpDriver(Driver):
         """Take what arrived, and send what may go."""
         if self.socket is None:
             return
-        receive, buffer, endpoint = self.socket.recvmsg_into, self.buffer, self.endpoint
-        space = socket.CMSG_SPACE(4)
+        segment = 0
         try:
             for _ in range(BATCH):
-                size, extra, _, address = receive((buffer,), space)
-                segment = int.from_bytes(extra[0][2][:2], "little") if extra else 0
-                endpoint.receive(buffer[:size], address, now, segment)
-        except BlockingIOError:
+                if ANCILLARY:
+                    size, extra, _, address = self.socket.recvmsg_into((self.buffer,), SPACE)
+                    segment = int.from_bytes(extra[0][2][:2], sys.byteorder) if extra else 0
+                else:
+                    size, address = self.socket.recvfrom_into(self.buffer)
+                self.endpoint.receive(self.buffer[:size], address, now, segment)
+        except (BlockingIOError, ConnectionError):      # all read; or an ICMP message: no matter
             pass
         self.flush(now)
 
@@ -174,7 +179,7 @@ class UdpDriver(Driver):
         sent = 0
         try:
             if self.segments and len(datagrams) > 1:
-                size = len(datagrams[0]).to_bytes(2, "little")
+                size = len(datagrams[0]).to_bytes(2, sys.byteorder)
                 self.socket.sendmsg(datagrams, ((SOL_UDP, UDP_SEGMENT, size),), 0, address)
                 return True
             for data in datagrams:
@@ -207,6 +212,7 @@ class UdpDriver(Driver):
             self.endpoint.accepted.clear()
             select.select([self.socket], [], [], limit - now if wait is None else wait)
         self.socket.close()
+        self.socket = None
 
 
 driver = UdpDriver

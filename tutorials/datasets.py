@@ -115,6 +115,8 @@ def download(url: str, path: Path, sha256: str, progress: Any = None) -> Path:
                         bar.advance(len(block))
             if bar:
                 bar.close()
+        if have > LARGEST:
+            raise OSError(f"it sends more than {LARGEST} bytes")
         if have < total:
             raise OSError(f"the connection ended after {have} of {total} bytes")
     except (OSError, http.client.HTTPException) as error:
@@ -184,10 +186,10 @@ def read_digits(part: str, find: Find) -> Arrays:
     every fifth, are for testing: the same rows everywhere, once and for all."""
     path = find("digits.csv.gz")
     try:
-        rows = np.array([line.split(b",") for line in content(path).split()]).astype(np.uint8)
+        rows = np.array([line.split(b",") for line in content(path).split()]).astype(np.int64)
         images, labels = rows[:, :-1].reshape(-1, 1, 8, 8), rows[:, -1]
-        if images.max() > 16:
-            raise ValueError(f"found {images.max()}")
+        if rows.min() < 0 or images.max() > 16:
+            raise ValueError(f"found numbers from {rows.min()} to {images.max()}")
     except (ValueError, IndexError) as error:
         raise DatasetError(f"{path}: expected lines of 64 numbers from 0 to 16 and a label from 0 "
                            f"to 9, joined by commas: {error}") from None

@@ -1,0 +1,642 @@
+"""The protocol machine against its vectors, a liar, a fuzzer and a clock.
+
+No sockets and no threads here: bytes and time go in, bytes and messages come out.
+Tests of the case list carry its row in their name; RULES at the end says which
+test covers which rule of PROTOCOL.md.
+"""
+import json
+import re
+import struct
+import tracemalloc
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import vectors
+from minidist_transports import Config, ProtocolError
+from minidist_transports import protocol as p
+
+ROOT = Path(__file__).parent.parent
+KEY = bytes(range(32))
+
+
+def load(name):
+    return json.loads((ROOT / "tests" / "vectors" / f"{name}.json").read_text())
+
+
+def config(node=0, workers=3, **settings):
+    return Config(**{"node": node, "workers": workers, "key": KEY, "job": "job-0", **settings})
+
+
+def session(node=0, dialer=False, now=0.0, incarnation=0, address="", **settings):
+    nonce = vectors.DIAL_NONCE if dialer else vectors.ACCEPT_NONCE
+    return p.Session(config(node, **settings), dialer, now, incarnation=incarnation,
+                     address=address, random=lambda n: nonce)
+
+
+def feed(machine, data, now=0.0, size=1 << 20):
+    """Bytes into a session, at most `size` at once; the messages that come out."""
+    events, data = [], memoryview(data)
+    while len(data):
+        space = machine.space()
+        count = min(len(space), size, len(data))
+        space[:count] = data[:count]
+        events += machine.received(count, now)
+        data = data[count:]
+    return events
+
+
+def said(machine):
+    """What a session wants to send."""
+    data = b"".join(machine.out)
+    machine.out.clear()
+    return data
+
+
+def opened(**settings):
+    """An acceptor and its dialer, open."""
+    a, d = session(**settings), session(1, True, **settings)
+    for _ in range(4):
+        feed(a, said(d))
+        if a.state == p.DECIDE:
+            a.accept()
+        feed(d, said(a))
+    assert a.state == d.state == p.OPEN
+    return a, d
+
+
+# ---- vectors ------------------------------------------------------------------------
+
+def test_files_and_document_are_what_the_script_makes():
+    for path, data in vectors.wanted().items():
+        assert path.read_text() == data, f"{path.name}: run python tests/vectors.py --write"
+
+
+def test_greeting_and_proofs():
+    v = load("greeting")
+    dialer, acceptor = bytes.fromhex(v["dialer"]), bytes.fromhex(v["acceptor"])
+    assert p.greet(config(), b"D", vectors.DIAL_NONCE) == dialer
+    assert p.greet(config(), b"A", vectors.ACCEPT_NONCE) == acceptor
+    assert p.prove(KEY, dialer, acceptor, b"A").hex() == v["acceptor_proof"]
+    assert p.prove(KEY, dialer, acceptor, b"D").hex() == v["dialer_proof"]
+    assert len(dialer) == 64 and b"job-0" not in dialer
+
+
+@pytest.mark.parametrize("case", load("messages")["messages"], ids=lambda c: c["name"])
+def test_every_message(case):
+    wire, kind = bytes.fromhex(case["frame"]), case["kind"]
+    values = [bytes.fromhex(v) if case["name"] == "PROOF" else v for v in case["values"]]
+    assert p.MESSAGES[kind].name == case["name"]
+    payload = bytes.fromhex(case["payload"])
+    assert p.pack_frame(kind, values, payload) == wire
+    out = p.Outgoing(kind, values, [payload], 0)
+    assert b"".join(out.frame(p.MAX_FRAME, 0, False)) == wire and out.done
+    size = p.HEADER.unpack(wire[:32])[3]
+    got = p.MESSAGES[kind].unpack(wire[32:32 + size])
+    assert [list(v) if isinstance(v, tuple) else v for v in got] == values
+    assert case["name"] in p.describe(kind, got)
+
+
+TRANSCRIPTS = load("transcripts")["transcripts"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1 << 16])
+@pytest.mark.parametrize("dialer", [True, False])
+@pytest.mark.parametrize("talk", TRANSCRIPTS, ids=["sum", "server", "death"])
+def test_P6_transcripts_in_pieces_of_any_size(talk, dialer, size):
+    join = next(bytes.fromhex(line["bytes"]) for line in talk["lines"] if "JOIN" in line["what"])
+    node, role, incarnation, address = p.MESSAGES[p.JOIN].unpack(join[p.HEADER.size:])
+    jobs = {"workers": 1, "servers": 1} if role else {"workers": 3}
+    one = (session(node, True, incarnation=incarnation, address=address, **jobs,
+                   role="server" if role else "worker") if dialer
+           else session(incarnation=0x22222222, **jobs))
+    heard = []
+    for line in talk["lines"]:
+        wire = bytes.fromhex(line["bytes"])
+        if (line["from"] == "dialer") != dialer:
+            heard += [(event.kind, event.fields, bytes(event.payload))
+                      for event in feed(one, wire, size=size)]
+            continue
+        kind = wire[2]
+        if line["what"] != "greeting" and not one.out:      # not by itself: the node says it
+            fields = wire[32:32 + p.HEADER.unpack(wire[:32])[3]]
+            values, payload = p.MESSAGES[kind].unpack(fields), wire[32 + len(fields):]
+            if kind == p.WELCOME:
+                one.accept()
+            elif kind == p.GOODBYE:
+                one.leave()
+            elif kind == p.ERROR:
+                one.fail(ProtocolError(*values))
+            elif kind in p.SESSION_KINDS:
+                one.tell(kind, values, payload)
+            else:
+                channel = p.HEADER.unpack(wire[:32])[4]
+                one.out.append(b"".join(p.Outgoing(kind, values, [payload], channel)
+                                        .frame(one.max_frame, 0, False)))
+        assert one.out.popleft() == wire, line["what"]
+    assert not one.out
+    if "sum" in talk["about"]:
+        kinds = [kind for kind, _, _ in heard]
+        assert p.COLLECTIVE in kinds and kinds[-1] == p.GOODBYE and one.left
+    if dialer:
+        roster = next(event for event in heard if event[0] == p.ROSTER)
+        members = p.unpack_roster(roster[1][0], roster[2])
+        assert members[node] == (node, role, incarnation, address)
+
+
+def test_P6_every_split_point():
+    wire = b"".join(bytes.fromhex(line["bytes"]) for line in TRANSCRIPTS[0]["lines"]
+                    if line["from"] == "dialer")
+    for at in range(len(wire)):
+        one = session(incarnation=0x22222222)
+        kinds = []
+        for part in (wire[:at], wire[at:]):
+            # Everything in one read, and the node's answer to JOIN in the middle of it.
+            while part:
+                count = min(len(part), 64 if one.state == p.GREET else 1000)
+                space = one.space()
+                count = min(count, len(space))
+                stop = part.find(struct.pack(">HB", 0x4D44, p.COLLECTIVE))
+                if one.state not in (p.OPEN, p.CLOSED) and stop > 0:
+                    count = min(count, stop)
+                space[:count] = part[:count]
+                kinds += [event.kind for event in one.received(count, 0.0)]
+                if one.state == p.DECIDE:
+                    one.accept()
+                part = part[count:]
+        assert kinds == [p.JOIN, p.COLLECTIVE, p.GOODBYE]
+
+
+@pytest.mark.parametrize("case", load("tensors")["tensors"],
+                         ids=lambda c: f"{c['dtype']} {c['shape']}")
+def test_P31_elements(case):
+    name, size, form = p.DTYPES[case["code"]]
+    data = bytes.fromhex(case["bytes"])
+    count = int(np.prod(case["shape"]))
+    assert case["dtype"].split()[0] == name and len(data) == size * count
+    if form is not None and "NaN" not in str(case["values"]):
+        assert np.array_equal(np.frombuffer(data, form), np.ravel(case["values"]))
+
+
+@pytest.mark.parametrize("row", load("arithmetic")["reductions"], ids=lambda r: r["about"])
+def test_reductions_have_the_bits_of_the_document(row):
+    import minidist as md
+    parts = [np.frombuffer(bytes.fromhex(x), row["dtype"]) for x in row["ranks"]]
+    op = md.ReduceOp(row["reduce"])
+    with np.errstate(all="ignore"):
+        result = md.tree_reduce([x.copy() for x in parts], md.COMBINE[op])
+        if row["reduce"] == "avg":
+            result = result / result.dtype.type(len(parts))
+    if row["result"] == "NaN":
+        assert np.isnan(result).all()
+    else:
+        assert result.tobytes().hex() == row["result"]
+
+
+@pytest.mark.parametrize("row", load("arithmetic")["shares"], ids=str)
+def test_shares(row):
+    import minidist as md
+    assert [list(md.share_of(row["count"], r, row["ranks"]))
+            for r in range(row["ranks"])] == row["shares"]
+
+
+# ---- what must be refused ---------------------------------------------------------------
+
+def receiver(state):
+    """An acceptor in the state in which a negative vector finds it."""
+    hello = vectors.greeting(b"D", vectors.DIAL_NONCE)
+    if state == "greeting":
+        return session()
+    if state == "joining":
+        one = session(key=None)
+        feed(one, vectors.greeting(b"D", vectors.DIAL_NONCE, mechanism=0))
+        return one
+    if state == "proving":
+        one = session()
+        feed(one, hello)
+        return one
+    return opened(checksums="checksums" in state)[0]
+
+
+NEGATIVE = load("negative")["cases"]
+
+
+@pytest.mark.parametrize("size", [1, 1 << 16])
+@pytest.mark.parametrize("case", NEGATIVE, ids=lambda c: c["about"])
+def test_negative_vectors(case, size):
+    one = receiver(case["state"])
+    said(one)
+    if case["error"] is None:
+        feed(one, bytes.fromhex(case["bytes"]), size=size)
+        assert one.state != p.CLOSED
+        return
+    with pytest.raises(ProtocolError) as error:
+        feed(one, bytes.fromhex(case["bytes"]), size=size)
+    assert p.ERRORS[error.value.code].name == case["error"], error.value
+    assert one.state == p.CLOSED
+    told = said(one)
+    if case["error"] == "NOT_MINIDIST" and "reflection" not in case["about"]:
+        assert not told                         # strangers learn nothing
+    elif "GOODBYE" not in case["about"]:
+        at = 64 if case["state"] == "greeting" else 0
+        assert told[at + 2] == p.ERROR          # everybody else hears why
+        size = p.HEADER.unpack(told[at:at + 32])[3]
+        assert p.MESSAGES[p.ERROR].unpack(told[at + 32:at + 32 + size])[0] == error.value.code
+    assert one.received(5, 1.0) == []           # and nothing more is heard
+
+
+def test_P35_every_flipped_bit_of_a_frame_is_found():
+    """... of header and fields; of the payload too where checksums are on."""
+    for case in load("messages")["messages"]:
+        kind, wire = case["kind"], bytes.fromhex(case["frame"])
+        if kind in (p.PROOF, p.JOIN, p.WELCOME):
+            continue
+        checked = len(wire) - len(case["payload"]) // 2
+        for bit in range(0, 8 * checked, 5):
+            one, _ = opened()
+            bad = bytearray(wire)
+            bad[bit // 8] ^= 1 << bit % 8
+            with pytest.raises(ProtocolError):
+                feed(one, bad)
+    one, _ = opened(checksums=True)
+    wire = bytearray(vectors.frame(p.OPAQUE, bytes(8), b"payload", checksums=True))
+    assert bytes(feed(one, wire)[0].payload) == b"payload"
+    wire[-3] ^= 16
+    with pytest.raises(ProtocolError, match="CHECKSUM"):
+        feed(one, wire)
+
+
+def test_P35_the_checksum_by_name():
+    assert zlib.crc32(b"123456789") == 0xCBF43926
+
+
+def test_P3_lengths_cost_no_memory_before_they_are_checked():
+    tracemalloc.start()
+    try:
+        for length in (1 << 20 | 1, 1 << 31, (1 << 32) - 1):
+            one, _ = opened()
+            before = tracemalloc.get_traced_memory()[0]
+            with pytest.raises(ProtocolError, match="TOO_LARGE"):
+                feed(one, vectors.head(p.OPAQUE, 8, length))
+            assert tracemalloc.get_traced_memory()[0] - before < 100_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_numbers_fit_a_double():
+    assert p.MAX_MESSAGE < 2 ** 53              # and with it every count, start, stop and total
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_P37_mutated_frames_give_documented_errors_only(data):
+    """Whatever is done to good frames, in whatever pieces: a message, or ProtocolError."""
+    frames = [bytes.fromhex(case["frame"]) for case in load("messages")["messages"]]
+    wire = bytearray(b"".join(data.draw(st.lists(st.sampled_from(frames), min_size=1,
+                                                 max_size=3))))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(wire) - 1))
+        how = data.draw(st.integers(0, 3))
+        if how == 0:
+            wire[at] = data.draw(st.integers(0, 255))
+        elif how == 1:
+            del wire[at:at + data.draw(st.integers(1, 9))]
+        elif how == 2:
+            wire[at:at] = data.draw(st.binary(max_size=9))
+        elif at + 32 <= len(wire):              # a header that is wrong, but checks
+            wire[at + 28:at + 32] = struct.pack(">I", zlib.crc32(wire[at:at + 28]))
+        if not wire:
+            return
+    one = receiver(data.draw(st.sampled_from(["greeting", "proving", "joining", "open"])))
+    try:
+        feed(one, wire, size=data.draw(st.sampled_from([1, 5, 1 << 16])))
+    except ProtocolError as error:
+        assert error.code in p.ERRORS
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(sorted(p.MESSAGES)), st.binary(max_size=80))
+def test_P37_fields_of_any_bytes(kind, data):
+    try:
+        values = p.MESSAGES[kind].unpack(data)
+    except ProtocolError as error:
+        assert p.ERRORS[error.code].name in ("BAD_FIELDS", "TOO_LARGE")
+    else:
+        packed = p.MESSAGES[kind].pack(values)
+        assert packed == data or "numbers" in p.MESSAGES[kind].types    # (a name given twice)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=300))
+def test_P2_strangers_of_any_kind(data):
+    one = session()
+    try:
+        feed(one, data, size=13)
+    except ProtocolError as error:
+        assert p.ERRORS[error.code].name == "NOT_MINIDIST" or data[:4] == p.MAGIC
+
+
+def test_fields_that_do_not_fit_say_what_the_fields_are():
+    with pytest.raises(ProtocolError, match=r"COLLECTIVE has the fields \(op, reduce.*got \(1,\)"):
+        p.Outgoing(p.COLLECTIVE, (1,), [], 0)
+    with pytest.raises(ProtocolError, match="PING has the fields"):
+        p.pack_frame(p.PING, (1,))
+    assert len(p.pack_text("ä" * 1000)) == 2 + p.MAX_TEXT       # cut between characters
+    p.Cursor(p.pack_text("ä" * 999 + "xx" * 9)).text()
+    with pytest.raises(ValueError, match="not contiguous"):
+        p.Outgoing(p.OPAQUE, (1,), [np.zeros((4, 4))[:, 1]], 0)
+
+
+# ---- frames of a message -------------------------------------------------------------------
+
+def test_P11_control_frames_between_the_frames_of_a_message():
+    """PINGs in the middle of large messages on two channels, cut anywhere."""
+    one, other = opened()
+    rng = np.random.default_rng(0)
+    data = {channel: rng.bytes(300_000 + channel) for channel in (0, 2)}
+    outs = [p.Outgoing(p.OPAQUE, (channel,), [data[channel][:1000], data[channel][1000:]], channel)
+            for channel in data]
+    wire, pings = [], 0
+    while outs:
+        out = outs[int(rng.integers(len(outs)))]
+        wire.append(b"".join(out.frame(50_000, 0, False)))
+        outs = [o for o in outs if not o.done]
+        other._say(p.PING, (pings, ""))
+        pings += 1
+        wire.append(said(other))
+    events = []
+    for piece in wire:
+        events += feed(one, piece, size=int(rng.integers(1, 40_000)))
+    assert {e.channel: bytes(e.payload) for e in events} == data
+    assert said(one).count(b"MD\x06") == pings
+
+
+def test_payload_goes_straight_to_its_place():
+    one, _ = opened()
+    target = bytearray(200_000)
+
+    def place(message):
+        message.view, message.payload = memoryview(target), "here"
+        return True
+    one.place = place
+    wire = vectors.frame(p.OPAQUE, bytes(8), bytes(range(250)) * 800)
+    feed(one, wire[:1000])
+    space = one.space()
+    assert space.obj is target and len(space) <= p.PIECE
+    (message,) = feed(one, wire[1000:])
+    assert message.payload == "here" and target == wire[40:]
+
+
+def test_a_full_inbox_stops_reading_and_nothing_is_lost():
+    one, _ = opened()
+    room, hold = [False], one.place
+    one.place = lambda message: room[0] and hold(message)
+    wire = b"".join(vectors.frame(p.OPAQUE, struct.pack(">Q", i), b"x" * i) for i in range(5))
+    assert feed(one, wire) == [] and one.paused
+    assert one.parse() == [] and one.paused
+    one.tick(1000.0)                            # its silence is our doing
+    room[0] = True
+    assert [m.fields[0] for m in one.parse()] == list(range(5)) and not one.paused
+
+
+def test_frames_respect_the_other_sides_limit():
+    one = session(1, True)
+    feed(one, vectors.greeting(b"A", vectors.ACCEPT_NONCE, max_frame=5000))
+    assert one.max_frame == 5000
+    out = p.Outgoing(p.OPAQUE, (1,), [bytes(12_000)], 0)
+    sizes = []
+    while not out.done:
+        sizes.append(sum(map(len, out.frame(one.max_frame, 0, False)[1:])))
+    assert sizes == [5000, 5000, 2000]
+
+
+def test_checksums_only_where_both_want_them():
+    a, d = session(checksums=True), session(1, True)
+    feed(a, said(d))
+    feed(d, said(a))
+    assert not a.checksums and not d.checksums
+    a, d = opened(checksums=True)
+    assert a.checksums and d.checksums
+    out = p.Outgoing(p.OPAQUE, (1,), [b"abc" * 100, b"d"], 0)
+    for _ in range(4):
+        (*_, message) = feed(a, b"".join(out.frame(100, 0, True))) or [None]
+    assert bytes(message.payload) == b"abc" * 100 + b"d"
+
+
+# ---- keys ------------------------------------------------------------------------------------
+
+def test_a_change_of_a_greeting_under_way_is_found():
+    """Downgrade: an attacker clears a capability bit of the dialer's greeting."""
+    a, d = session(checksums=True), session(1, True, checksums=True)
+    hello = bytearray(said(d))
+    hello[19] ^= 1
+    feed(a, hello)
+    with pytest.raises(ProtocolError, match="AUTH_FAILED"):
+        feed(d, said(a))
+
+
+def test_a_recorded_conversation_is_worth_nothing():
+    lines = [bytes.fromhex(line["bytes"]) for line in TRANSCRIPTS[0]["lines"]
+             if line["from"] == "dialer"]
+    fresh = p.Session(config(), False, 0.0)     # with a nonce of its own
+    feed(fresh, lines[0])
+    with pytest.raises(ProtocolError, match="AUTH_FAILED"):
+        feed(fresh, lines[1])
+
+
+def test_nonces_are_new():
+    a, b = (said(p.Session(config(1), True, 0.0)) for _ in range(2))
+    assert a[28:60] != b[28:60]
+
+
+# ---- time ------------------------------------------------------------------------------------
+
+def test_P7_the_handshake_has_one_deadline():
+    one = session(now=10.0)
+    feed(one, vectors.greeting(b"D", vectors.DIAL_NONCE)[:30], now=14.9)    # a byte buys no time
+    assert one.timer == 15.0
+    one.tick(14.99)
+    with pytest.raises(ProtocolError, match="HANDSHAKE_TIMEOUT"):
+        one.tick(15.0)
+
+
+def run_clock(one, start, stop, step, hear=()):
+    """Tick a session as a node would; the times of its PINGs."""
+    pings, now = [], start
+    while now < stop:
+        now = round(now + step, 6)
+        if any(now - step < t <= now for t in hear):
+            feed(one, vectors.frame(p.PONG, struct.pack(">I", 1) + vectors.text("busy")), now)
+        one.tick(now)
+        if said(one):
+            pings.append(now)
+    return pings
+
+
+def test_P8_silence_is_pinged_and_then_it_is_death():
+    one, _ = opened(heartbeat=1.0, heartbeat_timeout=10.0)
+    with pytest.raises(ProtocolError, match=r"SILENT"):
+        run_clock(one, 0.0, 20.0, 0.25)
+    assert one.ticked == 10.0 and one.pings == 9
+
+
+def test_P26_any_byte_is_life_and_our_own_sleep_is_not_its_death():
+    one, _ = opened(heartbeat=1.0, heartbeat_timeout=10.0)
+    run_clock(one, 0.0, 100.0, 0.25, hear=range(0, 100, 8))
+    assert one.peer_doing == "busy"
+    feed(one, vectors.frame(p.OPAQUE, bytes(8))[:10], 105.0)        # part of a frame
+    one.tick(110.0)
+    one.tick(1000.0)                            # we were stopped for a quarter of an hour
+    assert one.state == p.OPEN
+    with pytest.raises(ProtocolError, match="SILENT"):
+        run_clock(one, 1000.0, 1020.0, 0.25)
+    assert one.ticked == 1005.0                 # it had half the timeout to be heard
+
+
+def test_P17_an_idle_connection_sends_little():
+    a, d = opened(heartbeat=1.0, heartbeat_timeout=10.0)
+    frames, now = 0, 0.0
+    while now < 600.0:
+        now += 0.25
+        for one, other in ((a, d), (d, a)):
+            one.tick(now)
+            data = said(one)
+            frames += data.count(b"MD")
+            feed(other, data, now)
+            assert one.timer > now
+    assert frames <= 600 * 4
+
+
+def test_P22_a_flood_of_pings_is_not_answered_without_end():
+    one, other = opened()
+    ping = vectors.frame(p.PING, struct.pack(">I", 1) + vectors.text("x"))
+    feed(one, ping * 10_000)
+    assert len(one.out) == p.MAX_CONTROL
+    said(one)
+    feed(one, ping)
+    assert len(one.out) == 1
+
+
+def test_P25_timeouts_are_clamped_and_never_meet_a_wall_clock():
+    huge = config(timeout=1e18, heartbeat_timeout=float("inf"))
+    assert huge.timeout == huge.heartbeat_timeout == 24 * 3600
+    with pytest.raises(ValueError, match="timeout is -1"):
+        config(timeout=-1)
+    with pytest.raises(ValueError, match="nan"):
+        config(timeout=float("nan"))
+    for path in (ROOT / "transports").glob("*.py"):
+        assert not re.search(r"time\.time\b|datetime\.now|gettimeofday", path.read_text()), path
+
+
+def test_P27_another_generation_does_not_join():
+    for generation in (1, 2 ** 32 - 1):
+        one = session(generation=7)
+        with pytest.raises(ProtocolError, match="GENERATION"):
+            feed(one, vectors.greeting(b"D", vectors.DIAL_NONCE, generation=generation))
+
+
+def test_after_goodbye_nothing_is_said():
+    one, other = opened()
+    one.leave()
+    one.leave()
+    one.tell(p.DEPARTED, (1, 0, ""))
+    one.tick(5.0)
+    assert said(one) == vectors.frame(p.GOODBYE)
+    feed(one, vectors.frame(p.PING, bytes(4) + vectors.text("")))
+    assert not one.out and not one.open
+
+
+# ---- configuration -----------------------------------------------------------------------------
+
+def test_config_from_the_environment():
+    env = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000",
+           "MINIDIST_SERVERS": "2", "MINIDIST_KEY": KEY.hex(), "MINIDIST_JOB": "j",
+           "MINIDIST_PIPES": "0:3:4,2:5:6", "MINIDIST_TIMEOUT": "1.5"}
+    c = Config.from_env(env)
+    assert (c.node, c.size, c.master, c.key) == (1, 5, ("10.0.0.1", 4000), KEY)
+    assert c.pipes == {0: (3, 4), 2: (5, 6)} and c.timeout == 1.5 and c.title(4) == "server 1"
+    server = Config.from_env({**env, "MINIDIST_ROLE": "server", "MINIDIST_NODE": "4"})
+    assert (server.node, server.role) == (4, "server")
+    assert Config.from_env({}).size == 1
+    for change, text in [({"RANK": "x"}, "RANK is 'x'"), ({"RANK": "5"}, "nodes 0 to 4"),
+                         ({"MINIDIST_KEY": "ab"}, "32 random bytes"),
+                         ({"MINIDIST_KEY": "secret"}, "MINIDIST_KEY is set"),
+                         ({"MINIDIST_ROLE": "boss"}, "worker or server")]:
+        with pytest.raises(ValueError, match=text) as error:
+            Config.from_env({**env, **change})
+        assert "secret" not in str(error.value)
+
+
+def test_no_code_travels():
+    """No pickle, eval or the like in what reads the network."""
+    for path in (ROOT / "transports").glob("*.py"):
+        assert not re.search(r"import (pickle|marshal|shelve|yaml|dill)\b|allow_pickle=True|\beval\(",
+                             path.read_text()), path
+
+
+def test_P22_every_limit_is_used():
+    source = "".join(path.read_text() for path in (ROOT / "transports").glob("*.py"))
+    limits = r"^(MAX_\w+|INBOX|UNASKED|STRANGERS|HANDSHAKE_TIMEOUT) = "
+    for name in re.findall(limits, source, re.M):
+        assert len(re.findall(rf"\b{name}\b", source)) > 1, f"{name} bounds nothing"
+
+
+# ---- the document ----------------------------------------------------------------------------
+
+HERE, THERE = "test_protocol.py", "test_transports.py"
+RULES = {
+    "2-1": (HERE, "test_numbers_fit_a_double"),
+    "2-2": (HERE, "test_negative_vectors"),
+    "3-1": (HERE, "test_P6_transcripts_in_pieces_of_any_size"),
+    "3-2": (THERE, "test_D1_kill_9_is_seen_by_all_at_once"),
+    "3-3": (THERE, "test_a_send_given_up_half_way_ends_the_connection"),
+    "3-4": (THERE, "test_listening_beyond_loopback_needs_a_key"),
+    "4.1-1": (HERE, "test_negative_vectors"),
+    "4.1-2": (HERE, "test_P3_lengths_cost_no_memory_before_they_are_checked"),
+    "4.1-3": (HERE, "test_negative_vectors"),
+    "4.2-1": (HERE, "test_negative_vectors"),
+    "4.2-2": (HERE, "test_negative_vectors"),
+    "4.2-3": (HERE, "test_P11_control_frames_between_the_frames_of_a_message"),
+    "4.2-4": (THERE, "test_P1_partial_writes_and_reads_of_any_size"),
+    "5-1": (HERE, "test_negative_vectors"),
+    "5-2": (HERE, "test_negative_vectors"),
+    "5-3": (HERE, "test_a_change_of_a_greeting_under_way_is_found"),
+    "5-4": (HERE, "test_P2_strangers_of_any_kind"),
+    "6-1": (THERE, "test_wrong_key_job_generation_are_errors_on_both_sides"),
+    "6-2": (HERE, "test_nonces_are_new"),
+    "6-3": (HERE, "test_negative_vectors"),
+    "7-1": (HERE, "test_P37_fields_of_any_bytes"),
+    "7-2": (HERE, "test_P31_elements"),
+    "8-1": (HERE, "test_after_goodbye_nothing_is_said"),
+    "9.2-1": (THERE, "test_P27_the_same_rank_twice_is_refused"),
+    "9.2-2": (HERE, "test_P6_transcripts_in_pieces_of_any_size"),
+    "9.2-3": (THERE, "test_all_nodes_dial_each_other_at_once"),
+    "9.2-4": (THERE, "test_D6_the_missing_are_named"),
+    "9.3-1": (THERE, "test_D4_wrong_length_is_an_error_on_both_sides"),
+    "9.3-2": (HERE, "test_reductions_have_the_bits_of_the_document"),
+    "9.3-3": (HERE, "test_reductions_have_the_bits_of_the_document"),
+    "9.4-1": ("test_downpour.py", "test_an_acknowledged_push_counts_exactly_once"),
+    "9.4-2": ("test_downpour.py", "test_only_one_push_is_under_way"),
+    "9.4-3": ("test_downpour.py", "test_an_acknowledged_push_counts_exactly_once"),
+    "9.5-1": (HERE, "test_P8_silence_is_pinged_and_then_it_is_death"),
+    "9.5-2": (HERE, "test_P26_any_byte_is_life_and_our_own_sleep_is_not_its_death"),
+    "9.5-3": (THERE, "test_D1_P8_a_stopped_node_is_lost_after_heartbeat_timeout"),
+    "9.6-1": (THERE, "test_on_lost_lets_the_others_go_on"),
+    "9.6-2": (THERE, "test_on_lost_lets_the_others_go_on"),
+    "9.6-3": (THERE, "test_D1_kill_9_is_seen_by_all_at_once"),
+}
+
+
+def test_every_rule_of_the_document_has_a_test():
+    document = (ROOT / "PROTOCOL.md").read_text()
+    # (Section 10 is tested by test_reliability.py, which has its own ids.)
+    ids = [rule for rule in re.findall(r"^- \[MDP-([\d.]+-\d+)\]", document, re.M)
+           if not rule.startswith("10")]
+    assert sorted(set(ids)) == sorted(ids) and set(ids) == set(RULES)
+    for rule, (name, test) in RULES.items():
+        source = (ROOT / "tests" / name).read_text()
+        assert f"def {test}(" in source, f"MDP-{rule} names {test}"
