@@ -713,21 +713,12 @@ def grad(
     return tuple(results)
 
 
-class no_grad(contextlib.ContextDecorator):  # noqa: N801 - PyTorch's name
-    """Do not record: for evaluation and for updates of parameters, in a `with` block or a
-    decorated function."""
+class grad_mode:  # noqa: N801 - as the classes below
+    """Record operations or not, inside a `with` block or a decorated function."""
 
-    mode = False
-
-    def __new__(cls, function: Callable | None = None) -> Any:
-        made = super().__new__(cls)
-        if function is None:
-            return made
-        made.__init__()  # `@no_grad` without parentheses
-        return made(function)
-
-    def __init__(self, function: Callable | None = None) -> None:
-        self.before: list[bool] = []  # a stack, since a decorated function may call itself
+    def __init__(self, mode: bool) -> None:
+        self.mode = bool(mode)
+        self.before: list[bool] = []  # a stack: the same object may be entered again inside
 
     def __enter__(self) -> None:
         self.before.append(_grad_enabled.get())
@@ -742,28 +733,57 @@ class no_grad(contextlib.ContextDecorator):  # noqa: N801 - PyTorch's name
             with grad_mode(self.mode):
                 return function(*args, **options)
 
+        @functools.wraps(function)
+        def generator(*args: Any, **options: Any) -> Any:
+            inner = function(*args, **options)
+            resume = functools.partial(inner.send, None)
+            while True:
+                try:
+                    with grad_mode(self.mode):  # while it runs, not while its caller does
+                        value = resume()
+                except StopIteration as stop:
+                    return stop.value
+                try:
+                    resume = functools.partial(inner.send, (yield value))
+                except BaseException as error:
+                    resume = functools.partial(inner.throw, error)
+
+        return generator if inspect.isgeneratorfunction(function) else call
+
+
+class set_grad_enabled(grad_mode):  # noqa: N801 - PyTorch's name
+    """grad_mode that holds from the moment it is made: also as a statement."""
+
+    def __init__(self, mode: bool) -> None:
+        super().__init__(mode)
+        super().__enter__()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __call__(self, function: Callable) -> Callable:
+        self.__exit__()
+        return super().__call__(function)
+
+
+class no_grad(grad_mode):  # noqa: N801
+    """Do not record: for evaluation and for updates of parameters."""
+
+    mode = False
+
+    def __new__(cls, function: Callable | None = None) -> Any:
+        made = super().__new__(cls)
+        made.before = []
+        return made if function is None else made(function)  # `@no_grad` without parentheses
+
+    def __init__(self, function: Callable | None = None) -> None:
+        pass
+
+
 class enable_grad(no_grad):  # noqa: N801
     """Record again inside a `no_grad` block."""
 
     mode = True
-
-
-class set_grad_enabled(no_grad):  # noqa: N801
-    """Record or not: from here on, or in a `with` block, or in a decorated function."""
-
-    def __new__(cls, mode: bool) -> Any:
-        return object.__new__(cls)
-
-    def __init__(self, mode: bool) -> None:
-        self.mode, self.before = bool(mode), [_grad_enabled.get()]
-        _grad_enabled.set(self.mode)
-
-    def __enter__(self) -> None:
-        _grad_enabled.set(self.mode)
-
-    def __call__(self, function: Callable) -> Callable:
-        _grad_enabled.set(self.before[0])  # for the function alone
-        return (enable_grad if self.mode else no_grad)()(function)
 
 
 inference_mode = no_grad
@@ -1254,9 +1274,8 @@ true_divide = op(np.true_divide, floats=True, x=lambda g, y: g / y,
 arctan2 = op(np.arctan2, floats=True, x=lambda g, x, y: g * y / (x * x + y * y),
              y=lambda g, x, y: -g * x / (x * x + y * y))
 # floor((x / y)) moves in jumps; the remainder is x - y * floor(x / y).
-floor_divide = op(np.floor_divide, quiet=True)
-_floor_div = op(np.floor_divide, quiet=True, x=lambda g: np.zeros_like(g),
-                y=lambda g: np.zeros_like(g))
+floor_divide = op(np.floor_divide, quiet=True, x=lambda g: np.zeros_like(g),
+                  y=lambda g: np.zeros_like(g))
 remainder = op(np.remainder, quiet=True, x=lambda g: g, y=lambda g, x, y: -g * np.floor(x / y))
 fmod = op(np.fmod, quiet=True, x=lambda g: g, y=lambda g, x, y: -g * np.trunc(x / y))
 # Where both are equal each gets half, so that the gradient sums to g.
@@ -1285,7 +1304,7 @@ def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Tensor:
         raise ValueError(f"rounding_mode must be None, 'trunc' or 'floor', not {rounding_mode!r}")
     if rounding_mode == "trunc":
         return trunc(true_divide(input, other)).to(result_type(input, other))
-    return (_floor_div if rounding_mode else true_divide)(input, other)
+    return (floor_divide if rounding_mode else true_divide)(input, other)
 
 
 @op(quiet=True, numpy=np.power, x=lambda g, x, y: g * (y * power(x, y - (y != 0))),
@@ -1376,7 +1395,7 @@ def replaced(x, value, *, index):
     return x
 
 
-@op(numpy=np.concatenate, xs=lambda g, i, shapes, axis: part(g, i, shapes, axis))
+@op(xs=lambda g, i, shapes, axis: part(g, i, shapes, axis))
 def _cat(*xs, axis=0):
     return np.concatenate(xs, axis)
 
@@ -1388,7 +1407,7 @@ def part(g: Any, i: int, shapes: Sequence[tuple], axis: int) -> Any:
 
 @op(numpy=np.flip, x=lambda g, axis: np.flip(g, axis))
 def _flip(x, *, axis):
-    return np.flip(x, axis)
+    return np.flip(x, axis).copy()
 
 
 @op(x=lambda g, axis, shift: _roll(g, shift=tuple(-s for s in shift), axis=axis))
@@ -1494,9 +1513,13 @@ def count(shape: tuple[int, ...], axis: Any) -> int:
     return math.prod(shape[a] for a in axes_of(axis, len(shape)))
 
 
+def sum_dtype(x: Any) -> np.dtype:
+    return x.dtype if x.dtype.kind == "f" else int64
+
+
 @op(numpy=np.sum, x=lambda g, x_shape, axis, keepdims: spread(g, x_shape, axis, keepdims))
 def _sum(x, *, axis=None, keepdims=False):
-    return np.sum(x, axis=axis, keepdims=keepdims)
+    return np.sum(x, axis=axis, keepdims=keepdims, dtype=sum_dtype(x))
 
 
 @op(numpy=np.mean, x=lambda g, x_shape, axis, keepdims:
@@ -1510,7 +1533,7 @@ def _mean(x, *, axis=None, keepdims=False):
 @op(x=lambda g, x, out, axis, keepdims:
     spread(g, x.shape, axis, keepdims) * others(x, out, axis, keepdims))
 def _prod(x, *, axis=None, keepdims=False):
-    return np.prod(x, axis=axis, keepdims=keepdims)
+    return np.prod(x, axis=axis, keepdims=keepdims, dtype=sum_dtype(x))
 
 
 def others(x: Any, out: Any, axis: Any, keepdims: bool) -> Any:
@@ -1544,7 +1567,7 @@ def _amin(x, *, axis=None, keepdims=False):
 
 @op(numpy=np.cumsum, x=lambda g, axis: np.flip(np.cumsum(np.flip(g, axis), axis), axis))
 def _cumsum(x, *, axis):
-    return np.cumsum(x, axis=axis)
+    return np.cumsum(x, axis=axis, dtype=sum_dtype(x))
 
 
 @op(floats=True, x=lambda g, x, out, axis, keepdims: spread(g, x.shape, axis, keepdims)
@@ -1623,8 +1646,10 @@ def product(name: str, *dims: int) -> Callable[[Tensor, Tensor], Tensor]:
 
     def multiply(input: Tensor, other: Tensor) -> Tensor:
         if (input.ndim, other.ndim) != dims:
-            raise RuntimeError(f"{name} takes tensors of {dims[0]} and {dims[1]} dimensions, not "
-                               f"shapes {tuple(input.shape)} and {tuple(other.shape)}: use matmul")
+            kinds = ("", "vectors", "matrices", "batches of matrices")
+            what = " and ".join(dict.fromkeys(kinds[n] for n in dims))
+            raise RuntimeError(f"{name} takes {what}, not shapes {tuple(input.shape)} and "
+                               f"{tuple(other.shape)}: use matmul")
         return matmul(input, other)
 
     return multiply
@@ -1690,6 +1715,7 @@ def _einsum(x, y, *, a, b, c):
 numpy_to_op |= {
     np.expand_dims: lambda x, axis: x.unsqueeze(axis),
     np.squeeze: lambda x, axis: x.squeeze(axis),
+    np.concatenate: lambda xs, axis=0: _cat(*xs, axis=axis),
     np.swapaxes: lambda x, a, b: x.transpose(a, b),
     np.zeros_like: lambda x: zeros_like(x),
     np.copy: lambda x: x.clone(),
@@ -1986,6 +2012,10 @@ def spread_out(size: Callable[..., Tensor], scale: Callable) -> Callable[..., Te
     return method
 
 
+var = spread_out(lambda x, **options: _sum(square(x), **options), float)
+std = spread_out(_norm2, math.sqrt)
+
+
 def norm(self: Tensor, p: Any = 2, dim: Dims = None, keepdim: bool = False, *,
          dtype: Any = None) -> Tensor:
     self = self if dtype is None else self.to(dtype)
@@ -2024,7 +2054,7 @@ def reshape(self: Tensor, shape: tuple) -> Tensor:
 def view(self: Tensor, shape: tuple) -> Tensor:
     """reshape that never copies: an error where the memory does not allow a view."""
     result = reshape(self, shape)
-    if result._view is None and self.numel():
+    if result._view is None:
         raise RuntimeError(f"view of shape {shape} would have to copy this tensor, whose "
                            "elements are not in order in memory: use .reshape() or .contiguous()")
     return result
@@ -2079,8 +2109,8 @@ def repeat(self: Tensor, counts: tuple) -> Tensor:
     x = reshape(self, (1,) * (len(counts) - self.ndim) + tuple(self.shape))
     paired = [n for pair in zip(counts, x.shape) for n in pair]
     spaced = [n for size in x.shape for n in (1, size)]
-    out = reshape(x, spaced).expand(paired).reshape([c * n for c, n in zip(counts, x.shape)])
-    return out if out._view is None else out.clone()  # never a view
+    copies = reshape(x, spaced).expand(paired).clone()
+    return copies.reshape([c * n for c, n in zip(counts, x.shape)])
 
 
 @sized
@@ -2157,6 +2187,9 @@ def select(self: Tensor, dim: int, index: int) -> Tensor:
 
 def narrow(self: Tensor, dim: int, start: Any, length: int) -> Tensor:
     start = int(start) + (self.shape[dim] if start < 0 else 0)
+    if not 0 <= start <= start + length <= self.shape[dim]:
+        raise RuntimeError(f"elements {start} to {start + length} of a dimension of size "
+                           f"{self.shape[dim]}")
     return at(self, dim, slice(start, start + length))
 
 
@@ -2269,29 +2302,47 @@ def _clone(x):
 # -- indexing --------------------------------------------------------------------------------------
 
 
-def plain_index(index: Any) -> tuple:
-    """An index as NumPy takes it: tensors as arrays, single integers as integers."""
-    plain = []
+def index_steps(index: Any) -> list[tuple]:
+    """An index as NumPy takes it: tensors as arrays, single integers as integers. In two steps
+    where integers stand beside arrays: NumPy would count them among the arrays and, if a slice
+    stands between, put the arrays' dimensions first; PyTorch does the integers before."""
+    first: list[Any] = []  # integers, slices, None and Ellipsis
+    then: list[Any] = []  # arrays, in the dimensions that the first step leaves
     for i in index if isinstance(index, tuple) else (index,):
-        if isinstance(i, (Tensor, list, np.ndarray)):
+        if isinstance(i, (Tensor, list, np.ndarray, bool)):
             i = to_array(i)
-            if i.dtype.kind not in "iub" and i.size:
+            i = i.astype(np.int64) if not i.size and i.dtype.kind == "f" else i  # []
+            if i.dtype.kind not in "iub":
                 raise IndexError(f"an index must be of integers or booleans, not {i.dtype}")
-            i = i if i.size or i.dtype.kind in "iub" else i.astype(np.int64)
-            i = int(i) if i.ndim == 0 and i.dtype.kind != "b" else i
-        plain.append(i)
-    return tuple(plain)
+        if isinstance(i, np.ndarray) and (i.ndim or i.dtype.kind == "b"):
+            first += [slice(None)] * (i.ndim if i.dtype.kind == "b" else 1)
+            then.append(i)
+            continue
+        if isinstance(i, np.ndarray):
+            i = int(i)
+        elif i is None or i is Ellipsis or isinstance(i, slice):
+            then.append(Ellipsis if i is Ellipsis else slice(None))
+        first.append(i)
+    if not any(isinstance(i, np.ndarray) for i in then):
+        return [tuple(first) if Ellipsis in first else (*first, ...)]  # with ... always a view
+    if all(i is Ellipsis or i == slice(None) for i in first):
+        return [tuple(then)]
+    return [tuple(first), tuple(then)]
 
 
 def getitem(self: Tensor, index: Any) -> Tensor:
-    return _getitem(self, index=plain_index(index))
+    for step in index_steps(index):
+        self = _getitem(self, index=step)
+    return self
 
 
 def setitem(self: Tensor, index: Any, value: Any) -> None:
-    index = plain_index(index)
+    *views, index = index_steps(index)
+    for step in views:
+        self = _getitem(self, index=step)
     if not isinstance(value, Tensor):
         value = wrap(np.asarray(value, self.dtype))
-    if all(isinstance(i, (int, slice, type(None), type(Ellipsis), np.integer)) for i in index):
+    if not any(isinstance(i, np.ndarray) for i in index):
         write(_getitem(self, index=index), value, "an assignment to a slice")
     elif _grad_enabled.get() and (value.requires_grad or edge_of(self) is not None):
         before = wrap(self._array.copy(), edge_of(self))
@@ -2354,7 +2405,7 @@ METHODS: dict[str, Callable] = {f.__name__: f for f in (
     trunc, isnan, isfinite, isinf, reciprocal, rsqrt, sigmoid, erf, clamp, add, sub, mul, div,
     floor_divide, remainder, fmod, maximum, minimum, logaddexp, eq, ne, lt, le, gt, ge,
     logical_not, logical_and, logical_or, logical_xor, bitwise_not, bitwise_and, bitwise_or,
-    bitwise_xor, matmul, var, norm, reshape, view, flatten, unflatten, permute, transpose, squeeze,
+    bitwise_xor, matmul, norm, reshape, view, flatten, unflatten, permute, transpose, squeeze,
     unsqueeze, expand, repeat, tile, repeat_interleave, split, chunk, unbind, narrow, select,
     index_select, gather, scatter, scatter_add, masked_fill, masked_select, tril, triu, diagonal,
     diag, flip, roll, sort, argsort, topk, softmax, log_softmax, bernoulli, multinomial,
@@ -2365,7 +2416,7 @@ METHODS |= {
     "max": extreme(_amax, np.argmax, maximum), "min": extreme(_amin, np.argmin, minimum),
     "argmax": arg_extreme(np.argmax), "argmin": arg_extreme(np.argmin),
     "any": logical(np.any), "all": logical(np.all),
-    "std": lambda self, *args, **options: sqrt(var(self, *args, **options)),
+    "var": var, "std": std,
     "cumsum": scalars_too(lambda self, dim, *, dtype=None:
                           _cumsum(self if dtype is None else self.to(dtype), axis=dim)),
     "abs": _abs, "round": _round, "pow": power, "true_divide": true_divide, "clone": _clone,
@@ -3467,9 +3518,9 @@ def class_losses(logs: Tensor, target: Tensor, weight: Tensor | None,
     """Minus the log-probabilities of the target classes, and their weights, 0 where ignored."""
     axis = min(logs.ndim - 1, 1)
     classes, index = logs.shape[axis], target._array
-    if target.shape != (*logs.shape[:axis], *logs.shape[axis + 1 :]):
-        raise ValueError(f"class targets for an input of shape {tuple(logs.shape)} have its shape "
-                         f"without the {classes} classes, not {tuple(target.shape)}")
+    if target.shape != (shape := (*logs.shape[:axis], *logs.shape[axis + 1 :])):
+        raise ValueError(f"class targets for an input of shape {tuple(logs.shape)} have shape "
+                         f"{shape}, not {tuple(target.shape)}")
     ignored = index == ignore_index
     if target.dtype.kind not in "iu" or (((index < 0) | (index >= classes)) & ~ignored).any():
         raise IndexError(f"class targets are integers from 0 to {classes - 1} (or ignore_index "
@@ -4333,6 +4384,16 @@ class Identity(Module):
 # function takes after its inputs, with the same names and defaults.
 
 
+def bind(name: str, signature: inspect.Signature, args: tuple, options: dict) -> dict[str, Any]:
+    """The arguments by name, with defaults for those not given."""
+    try:
+        bound = signature.bind(*args, **options)
+    except TypeError as error:
+        raise TypeError(f"{name} takes {signature}: {error}") from None
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
 def layer(name: str, function: Callable, shown: str = "", inputs: int = 1,
           **defaults: Any) -> Any:
     parameters = [p.replace(kind=p.POSITIONAL_OR_KEYWORD, default=defaults.get(p.name, p.default))
@@ -4341,9 +4402,7 @@ def layer(name: str, function: Callable, shown: str = "", inputs: int = 1,
 
     def __init__(self: Any, *args: Any, **options: Any) -> None:
         Module.__init__(self)
-        bound = signature.bind(*args, **options)
-        bound.apply_defaults()
-        arguments = bound.arguments
+        arguments = bind(name, signature, args, options)
         if "stride" in arguments and arguments["stride"] is None:
             arguments["stride"] = arguments["kernel_size"]
         self.names = tuple(arguments)
@@ -5140,6 +5199,9 @@ class LRScheduler:
 
     def step(self, epoch: int | None = None) -> None:
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
+        self.set_rates()
+
+    def set_rates(self) -> None:
         for group, rate in zip(self.optimizer.param_groups, self.rates(self.last_epoch)):
             group["lr"] = rate
 
@@ -5164,10 +5226,9 @@ def schedule(name: str, rate: Callable[..., float]) -> Any:
                                         default=-1)])
 
     def __init__(self: Any, optimizer: Any, *args: Any, **options: Any) -> None:
-        bound = signature.bind(*args, **options)
-        bound.apply_defaults()
-        last_epoch = bound.arguments.pop("last_epoch")
-        self.__dict__.update(bound.arguments)
+        arguments = bind(name, signature, args, options)
+        last_epoch = arguments.pop("last_epoch")
+        self.__dict__.update(arguments)
         LRScheduler.__init__(self, optimizer, last_epoch)
 
     def rate_at(self: Any, base: float, step: int) -> float:
@@ -5300,6 +5361,7 @@ class SequentialLR:
         self.last_epoch = state_dict["last_epoch"]
         for schedule, state in zip(self.schedulers, state_dict["schedulers"]):
             schedule.load_state_dict(state)
+        self.schedulers[sum(self.last_epoch >= m for m in self.milestones)].set_rates()
 
 
 class ReduceLROnPlateau:
@@ -5342,7 +5404,10 @@ class ReduceLROnPlateau:
             self.cooldown_counter, self.num_bad_epochs = self.cooldown, 0
 
     get_last_lr = LRScheduler.get_last_lr
-    state_dict, load_state_dict = LRScheduler.state_dict, LRScheduler.load_state_dict
+    state_dict = LRScheduler.state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.__dict__.update(state_dict)
 
 
 # =================================================================================================
@@ -6997,15 +7062,16 @@ def pick(names: str) -> dict[str, Any]:
 nn = namespace("nn", classes(Module) | {"Parameter": Parameter, "Buffer": Buffer})
 namespace("nn.functional", pick(
     "relu relu6 leaky_relu prelu elu selu gelu silu mish softplus softsign logsigmoid hardtanh glu "
-    "tanh sigmoid softmax log_softmax linear conv1d conv2d conv_transpose2d max_pool1d max_pool2d "
-    "avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d batch_norm layer_norm "
-    "group_norm instance_norm rms_norm dropout dropout2d embedding one_hot pad interpolate unfold "
-    "pixel_shuffle normalize cosine_similarity pairwise_distance scaled_dot_product_attention "
-    "mse_loss l1_loss smooth_l1_loss huber_loss nll_loss cross_entropy binary_cross_entropy "
-    "binary_cross_entropy_with_logits kl_div triplet_margin_loss"))
+    "tanh sigmoid softmax log_softmax linear conv1d conv2d conv_transpose1d conv_transpose2d "
+    "max_pool1d max_pool2d avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d "
+    "batch_norm layer_norm group_norm instance_norm rms_norm dropout dropout2d embedding one_hot "
+    "pad interpolate unfold pixel_shuffle normalize cosine_similarity pairwise_distance "
+    "scaled_dot_product_attention mse_loss l1_loss smooth_l1_loss huber_loss nll_loss "
+    "cross_entropy binary_cross_entropy binary_cross_entropy_with_logits kl_div "
+    "triplet_margin_loss"))
 namespace("nn.init", pick(
-    "calculate_gain uniform_ normal_ constant_ zeros_ ones_ xavier_uniform_ xavier_normal_ "
-    "kaiming_uniform_ kaiming_normal_ trunc_normal_"))
+    "calculate_gain uniform_ normal_ constant_ zeros_ ones_ eye_ orthogonal_ trunc_normal_ "
+    "xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_"))
 namespace("nn.utils", pick(
     "clip_grad_norm_ clip_grad_value_ parameters_to_vector vector_to_parameters"))
 namespace("nn.parameter", {"Parameter": Parameter})
@@ -7025,7 +7091,7 @@ distributions = namespace("distributions", pick("Categorical Normal"))
 linalg = namespace("linalg", {"vector_norm": lambda x, ord=2, dim=None, keepdim=False:
                               norm(x, ord, dim, keepdim)})
 distributed = namespace("distributed", DISTRIBUTED)
-namespace("nn.parallel", named(DistributedDataParallel))
+namespace("nn.parallel", pick("DistributedDataParallel"))
 
 
 # =================================================================================================
