@@ -3879,7 +3879,7 @@ class Module:
             children = [(f"({r[0]}-{r[-1]}): {len(r)} x" if len(r) > 1 else f"({r[0]})",
                          children[r[0]][1]) for r in runs]
         extra = self.extra_repr()
-        if not children:
+        if not children and "\n" not in extra:
             return f"{type(self).__name__}({extra})"
         lines = [extra] if extra else []
         lines += [f"{name}{' ' if name.endswith('x') else ': '}{text}" for name, text in children]
@@ -4403,6 +4403,8 @@ def layer(name: str, function: Callable, shown: str = "", inputs: int = 1,
     def __init__(self: Any, *args: Any, **options: Any) -> None:
         Module.__init__(self)
         arguments = bind(name, signature, args, options)
+        if isinstance(arguments.get("scale_factor"), int):  # printed as 2.0
+            arguments["scale_factor"] = float(arguments["scale_factor"])
         if "stride" in arguments and arguments["stride"] is None:
             arguments["stride"] = arguments["kernel_size"]
         self.names = tuple(arguments)
@@ -4597,8 +4599,8 @@ LSTM, LSTMCell = (variant(base, name, gates=4, states=2, step=lstm_step)
 # -- attention -------------------------------------------------------------------------------------
 
 
-class NonDynamicallyQuantizableLinear(Linear):
-    """A Linear layer; PyTorch calls the last of its attention so, and models print alike."""
+# PyTorch's name for the last layer of its attention, so that models print alike.
+_Out = variant(Linear, "NonDynamicallyQuantizableLinear")
 
 
 class MultiheadAttention(Module):
@@ -4618,7 +4620,7 @@ class MultiheadAttention(Module):
         self.batch_first = batch_first
         self.in_proj_weight = Parameter(xavier_uniform_(zeros(3 * embed_dim, embed_dim)))
         self.in_proj_bias = Parameter(zeros(3 * embed_dim)) if bias else None
-        self.out_proj = NonDynamicallyQuantizableLinear(embed_dim, embed_dim, bias)
+        self.out_proj = _Out(embed_dim, embed_dim, bias)
         if bias:
             zeros_(self.out_proj.bias)
 
@@ -5320,7 +5322,7 @@ class OneCycleLR(LRScheduler):
         raise AssertionError("unreachable: the last phase takes every step")
 
     def rates(self, step: int) -> list[float]:
-        if step >= self.total_steps:
+        if step > self.total_steps:
             raise ValueError(f"OneCycleLR was made for {self.total_steps} steps, this is one more")
         if self.cycle_momentum:
             for group in self.optimizer.param_groups:

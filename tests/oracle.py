@@ -10,8 +10,8 @@ derivatives, with respect to the inputs and to the gradient that came in.
 import importlib
 import itertools
 import os
-from pathlib import Path
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np

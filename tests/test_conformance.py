@@ -18,7 +18,7 @@ import pytest
 
 import minidist as md
 from oracle import TOLERANCE as DEFAULT
-from oracle import torch
+from oracle import check, torch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -50,8 +50,9 @@ REQUIRED = """
     __radd__ __rsub__ __rmul__ __rdiv__ __rpow__ __rmod__ __rmatmul__ __rand__ __ror__ __rxor__
     softmax log_softmax
 """.split() + ["nn.functional." + name for name in """
-    linear conv1d conv2d conv_transpose1d conv_transpose2d max_pool1d max_pool2d avg_pool1d avg_pool2d
-    adaptive_avg_pool1d adaptive_avg_pool2d batch_norm layer_norm group_norm instance_norm rms_norm
+    linear conv1d conv2d conv_transpose1d conv_transpose2d
+    max_pool1d max_pool2d avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d
+    batch_norm layer_norm group_norm instance_norm rms_norm
     embedding dropout dropout2d relu relu6 leaky_relu prelu elu selu gelu silu mish softplus
     softsign logsigmoid hardtanh glu interpolate unfold pixel_shuffle normalize pad one_hot
     cosine_similarity pairwise_distance scaled_dot_product_attention cross_entropy nll_loss
@@ -114,8 +115,9 @@ TOLERANCES: dict[tuple[str, str], tuple[float, float, str]] = {
     ("pow", "float32"): (2e-6, 30, "gradients up to 1e8 that cancel, summed over the broadcast"),
     ("nn.functional.scaled_dot_product_attention", "float32"):
         (1e-4, 2e-4, "scores of some hundreds, whose last digits the softmax magnifies"),
-    ("TransformerEncoderLayer", "float32"):
-        (1.3e-6, 5e-5, "gradients of weights pass two normalisations, large and of both signs"),
+    **{(name, "float32"):
+       (1e-5, 5e-5, "gradients of weights pass two normalisations, large and of both signs")
+       for name in ("TransformerEncoderLayer", "TransformerEncoder")},
 }
 
 
@@ -427,7 +429,7 @@ def built(cls: Any, args: Any, options: Any) -> Any:
         return md.nn.TransformerEncoderLayer(
             x.linear1.in_features, x.self_attn.num_heads, x.linear1.out_features, x.dropout.p,
             activation=x.activation.__name__, batch_first=x.self_attn.batch_first,
-            norm_first=x.norm_first, layer_norm_eps=x.norm1.eps)
+            norm_first=x.norm_first, layer_norm_eps=x.norm1.eps, bias=x.linear1.bias is not None)
 
     return cls(*mapped(args, change), **mapped(options, change))
 
@@ -476,6 +478,46 @@ def test_module(info):
 
 def test_names_of_modules():
     assert not [n for n in REQUIRED_MODULES if n not in {i.module_cls.__name__ for i in MODULES}]
+
+
+# Modules that the database does not have: (constructor, shapes of inputs)
+FURTHER = {
+    "Unfold": (lambda nn: nn.Unfold((2, 3), padding=1, stride=2), (2, 3, 5, 6)),
+    "Upsample": (lambda nn: nn.Upsample(scale_factor=2, mode="bilinear"), (2, 3, 4, 5)),
+    "Upsample size": (lambda nn: nn.Upsample(7), (2, 3, 4)),
+    "PixelShuffle": (lambda nn: nn.PixelShuffle(2), (2, 8, 3, 2)),
+    "Unflatten": (lambda nn: nn.Unflatten(1, (2, 3)), (4, 6)),
+    "Flatten": (lambda nn: nn.Flatten(), (2, 3, 4)),
+    "Identity": (lambda nn: nn.Identity(3, x=2), (2, 3)),
+    "Dropout2d": (lambda nn: nn.Dropout2d(0.3).eval(), (2, 3, 4, 4)),
+    "Dropout": (lambda nn: nn.Dropout(0.3).eval(), (2, 3)),
+    "CosineSimilarity": (lambda nn: nn.CosineSimilarity(dim=0), (3, 4), (3, 4)),
+    "PairwiseDistance": (lambda nn: nn.PairwiseDistance(p=1, keepdim=True), (3, 4), (3, 4)),
+    "TripletMarginLoss": (lambda nn: nn.TripletMarginLoss(0.5, swap=True), (3, 4), (3, 4), (3, 4)),
+    "Sequential": (lambda nn: nn.Sequential(nn.ReLU(True), nn.Sequential(nn.ELU(), nn.SELU()),
+                                            nn.Tanh()), (3, 4)),
+}
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_further_module(name):
+    make, *shapes = FURTHER[name]
+    assert repr(make(md.nn)) == repr(make(torch.nn))
+    check(lambda m, *xs: make(m.nn)(*[x * 1 for x in xs]), *shapes)
+
+
+def test_containers_print_alike():
+    def build(nn: Any) -> Any:
+        return nn.ModuleDict({
+            "layers": nn.ModuleList([nn.Linear(2, 2) for _ in range(3)] + [nn.ReLU()] * 2
+                                    + [nn.LSTM(2, 3, 2, bidirectional=True, dropout=0.1)]),
+            "empty": nn.ModuleList(), "heads": nn.Sequential(nn.Conv1d(1, 2, 3, padding="same")),
+            "attention": nn.MultiheadAttention(4, 2), "table": nn.Embedding(3, 4, padding_idx=1)})
+
+    assert repr(build(md.nn)) == repr(build(torch.nn))
+    scales = [nn.ParameterList([nn.Parameter(m.zeros(2, 3)), nn.Parameter(m.ones(4))])
+              for m, nn in ((md, md.nn), (torch, torch.nn))]
+    assert repr(scales[0]) == repr(scales[1])
 
 
 # -- optimizers and schedules ----------------------------------------------------------------------

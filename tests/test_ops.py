@@ -306,7 +306,8 @@ def test_in_place(name):
 
 
 def test_in_place_table_is_complete():
-    taken = {"bernoulli_", "clip_", "floor_divide_", "multiply_", "lerp_", "masked_fill_", "scatter_", "scatter_add_", "copy_", "detach_", "normal_",
+    taken = {"bernoulli_", "clip_", "floor_divide_", "multiply_", "lerp_",
+             "masked_fill_", "scatter_", "scatter_add_", "copy_", "detach_", "normal_",
              "uniform_", "requires_grad_", *IN_PLACE}
     methods = {n for n in dir(md.Tensor) if n.endswith("_") and not n.startswith("_")}
     assert methods == taken
