@@ -124,6 +124,8 @@ class Tensor:
         __rmatmul__ = __lt__ = __le__ = __gt__ = __ge__ = __and__ = __or__ = __getattr__
         __neg__: Any
         __invert__: Any
+        __getitem__: Any
+        __setitem__: Any
 
     # -- what it is ------------------------------------------------------------------------------
 
@@ -165,7 +167,8 @@ class Tensor:
 
     @property
     def grad_fn(self) -> Node | None:
-        return refreshed(self)._edge if isinstance(self._edge, Node) else None
+        edge = refreshed(self)._edge
+        return edge if isinstance(edge, Node) else None
 
     @property
     def data(self) -> Tensor:
@@ -426,6 +429,8 @@ class Node:
     static: dict  # the arguments that are not tensors
     shape: tuple[int, ...]  # of the output
     dtype: np.dtype
+    _hooks: dict[int, Callable] | None
+    where: str | None
 
     def values(self, as_tensors: bool) -> dict[str, Any]:
         """What the derivatives name: saved arrays, or saved tensors in their place in the graph
@@ -508,7 +513,7 @@ def run_backward(
     create_graph: bool,
     inputs: Sequence[Tensor] | None = None,
     accumulate: bool = True,
-) -> dict[Node | Tensor, Any]:
+) -> dict[Any, Any]:
     """Carry gradients from the outputs back through the graph.
 
     With `accumulate` they are added to `.grad` of the leaves (of `inputs` only, if given), else
@@ -542,7 +547,7 @@ def run_backward(
     order = topological_order(pending)
     targets = None if inputs is None else {edge_of(x): x for x in inputs}
     wanted = None if targets is None else leading_to(targets, order)
-    captured: dict[Node | Tensor, Any] = {}
+    captured: dict[Any, Any] = {}
     callbacks: list[Callable[[], None]] = []
     reset = _callbacks.set(callbacks)
     mode = _grad_enabled.set(create_graph)
@@ -655,7 +660,7 @@ def unbroadcast(gradient: Any, shape: tuple[int, ...], node: Node) -> Any:
 
 def apply_hooks(node: Node | Tensor, gradient: Any) -> Any:
     is_tensor = isinstance(gradient, Tensor)
-    for hook in list(node._hooks.values()):
+    for hook in list((node._hooks or {}).values()):
         replaced = hook(gradient if is_tensor else wrap(gradient))
         if replaced is not None:
             gradient = replaced if is_tensor else to_array(replaced)
@@ -1059,7 +1064,8 @@ class Op:
         result._storage = x._storage
         step = (self.function, static)
         if x._view is not None:
-            result._view = View(refreshed(x)._view.base, (*x._view.path, step))
+            refreshed(x)
+            result._view = View(x._view.base, (*x._view.path, step))
         else:
             result._view = View(x, (step,))
 
@@ -1717,7 +1723,7 @@ numpy_to_op |= {
     np.squeeze: lambda x, axis: x.squeeze(axis),
     np.concatenate: lambda xs, axis=0: _cat(*xs, axis=axis),
     np.swapaxes: lambda x, a, b: x.transpose(a, b),
-    np.zeros_like: lambda x: zeros_like(x),
+    np.zeros_like: lambda x: x.new_zeros(x.shape),
     np.copy: lambda x: x.clone(),
 }
 
@@ -1829,7 +1835,7 @@ class Generator:
         self.numpy = np.random.default_rng(seed)
         return self
 
-    def get_state(self) -> dict:
+    def get_state(self) -> Any:
         return self.numpy.bit_generator.state
 
     def set_state(self, state: dict) -> None:
@@ -2224,6 +2230,11 @@ def masked_fill(self: Tensor, mask: Tensor, value: Any) -> Tensor:
 def masked_select(self: Tensor, mask: Tensor) -> Tensor:
     mask_array, x = np.broadcast_arrays(to_array(mask), self._array)
     return expand(self, *x.shape)[mask_array]
+
+
+def triangle(x: Tensor, diagonal: int) -> np.ndarray:
+    rows, columns = x.shape[-2:]
+    return np.tri(rows, columns, diagonal, dtype=bool)
 
 
 def tril(self: Tensor, diagonal: int = 0) -> Tensor:
@@ -3261,6 +3272,7 @@ def batch_norm(input: Tensor, running_mean: Tensor | None, running_var: Tensor |
                 running._array += (value - running._array) * momentum
                 touch(running, "batch norm")
     else:
+        assert running_var is not None
         scale = rsqrt(running_var + eps)
         out = per_channel(input, scale, -running_mean * scale)
     return per_channel(out, weight, bias)
@@ -3638,7 +3650,7 @@ class Module:
     shown = ""  # what repr tells, see extra_repr
     _parameters: dict[str, Parameter | None]
     _buffers: dict[str, Tensor | None]
-    _modules: dict[str, Module | None]
+    _modules: dict[str, Any]
 
     def __init__(self) -> None:
         for registry in (*REGISTRIES, "_forward_hooks", "_forward_pre_hooks"):
@@ -7266,7 +7278,10 @@ def prepared(flags: argparse.Namespace, workers: int) -> None:
                   f"learned. For the digits: {error}", file=sys.stderr)
             flags.data = "segments"
     load_dataset(flags.data, flags.data_dir)  # downloads it, if need be
-    flags.options = {"lr": OPTIMIZERS[flags.optimizer][1] if flags.lr is None else flags.lr,
+    rate = OPTIMIZERS[flags.optimizer][1]
+    if flags.strategy == "downpour":
+        rate /= workers  # each makes steps of its own, which add up
+    flags.options = {"lr": rate if flags.lr is None else flags.lr,
                      "weight_decay": flags.weight_decay}
     if flags.momentum:
         if flags.optimizer != "sgd":
@@ -7296,57 +7311,58 @@ def prepared(flags: argparse.Namespace, workers: int) -> None:
                              f"{flags.epochs} counts these too, so nothing is left to do")
 
 
-HELP = """
-commands:
-  minidist train      train a small network on pictures, on one process or many
-  minidist launch     run your own script on many processes (torchrun's flags)
-  minidist data       list data sets, or fetch and describe those named
-
-examples:
+EXAMPLES = """examples:
   minidist train --workers 2 --transport tcp --save lenet.safetensors --plot curve.png
   minidist train --data fashion-mnist --epochs 3 --workers 2 --transport udp
   minidist train --workers 3 --strategy downpour --servers 2
   minidist launch --nproc-per-node 4 train.py --lr 0.1
 
-Without installation: `python minidist.py train`. Each command answers --help.
-"""
+Without installation: python minidist.py train. Each command answers --help."""
 
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "minidist", description=str(__doc__).splitlines()[0], epilog=HELP,
+        "minidist", description=str(__doc__).splitlines()[0], epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"minidist {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    command = commands.add_parser("train", help="train a small network",
-                                  formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    add = command.add_argument
-    add("--model", choices=MODELS, default="lenet", help="the network")
-    add("--data", help="digits, mnist, fashion-mnist, cifar10 or segments (default: digits)")
+    add = commands.add_parser(
+        "train", help="train a small network on pictures, on one process or many").add_argument
+    add("--model", choices=MODELS, default="lenet", help="the network (%(default)s)")
+    add("--data", metavar="NAME",
+        help="digits, mnist, fashion-mnist, cifar10 or segments (digits, where they are)")
     add("--data-dir", metavar="DIR", help="where the data set's files are; else they are searched "
         "in $MINIDIST_DATA, /usr/share/datasets and your cache, and downloaded")
-    add("--workers", type=int, default=1, metavar="N", help="processes that share each batch")
-    add("--transport", default="tcp", help="how they are joined: pipe, tcp, udp")
+    add("--workers", type=int, default=1, metavar="N",
+        help="processes that share each batch (%(default)s)")
+    add("--transport", default="tcp", metavar="NAME",
+        help="how they are joined: pipe, tcp, udp (%(default)s)")
     add("--strategy", choices=["sync", "downpour"], default="sync", help="sync: all make each step "
-        "together; downpour: each at its own pace, through parameter servers")
-    add("--servers", type=int, metavar="K", help="parameter servers of downpour (default: 1)")
-    add("--n-push", type=int, default=1, metavar="N", help="steps from push to push")
-    add("--n-fetch", type=int, default=1, metavar="N", help="steps from fetch to fetch")
-    add("--epochs", type=int, default=60, help="passes over the training images")
-    add("--batch-size", type=int, default=32, metavar="N", help="of all workers together")
-    add("--optimizer", choices=OPTIMIZERS, default="sgd", help="the rule of a step")
-    add("--lr", type=float, help="learning rate at the start (default: depends on the optimizer)")
-    add("--momentum", type=float, default=0.0, help="of sgd")
-    add("--weight-decay", type=float, default=0.0, help="how much weights shrink by themselves")
-    add("--seed", type=int, default=0, help="the same seed, the same run")
+        "together; downpour: each at its own pace, through parameter servers (%(default)s)")
+    add("--servers", type=int, metavar="K", help="parameter servers of downpour (1)")
+    add("--n-push", type=int, default=1, metavar="N", help="steps from push to push (%(default)s)")
+    add("--n-fetch", type=int, default=1, metavar="N",
+        help="steps from fetch to fetch (%(default)s)")
+    add("--epochs", type=int, default=60, metavar="N",
+        help="passes over the training images (%(default)s)")
+    add("--batch-size", type=int, default=32, metavar="N",
+        help="images in a step of all workers together (%(default)s)")
+    add("--optimizer", choices=OPTIMIZERS, default="sgd", help="the rule of a step (%(default)s)")
+    add("--lr", type=float, metavar="X", help="learning rate at the start; it falls to 0 (" +
+        ", ".join(f"{rate} for {name}" for name, (_, rate) in OPTIMIZERS.items()) +
+        "; in downpour shared among the workers)")
+    add("--momentum", type=float, default=0.0, metavar="X", help="of sgd (%(default)s)")
+    add("--weight-decay", type=float, default=0.0, metavar="X",
+        help="how much weights shrink by themselves (%(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="same seed, same run (%(default)s)")
     add("--save", metavar="PATH", help="keep the model here, as safetensors, after each epoch")
     add("--resume", metavar="PATH", help="go on from what --save kept")
     add("--plot", metavar="PATH", help="draw the learning curve to this picture")
-    commands.add_parser("launch", help="run a script on many processes", add_help=False)
-    command = commands.add_parser("data", help="list or fetch data sets")
-    command.add_argument("names", nargs="*", metavar="NAME", help="fetch and describe these")
-    command.add_argument("--data-dir", metavar="DIR")
-    commands.add_parser("serve", help="a parameter server; started by the others")
+    commands.add_parser("launch", help="run your own script on many processes", add_help=False)
+    data = commands.add_parser("data", help="list data sets, or fetch and describe some")
+    data.add_argument("names", nargs="*", metavar="NAME", help="fetch and describe these")
+    data.add_argument("--data-dir", metavar="DIR", help="where the files are")
+    commands.add_parser("serve", help="a parameter server; the other commands start it")
     return parser
 
 

@@ -112,7 +112,8 @@ class Memory(Transport):
                     if anybody and not reason:
                         self.told.add(peer)
                         return Message(protocol.GOODBYE, (), b"", peer)
-                    if reason and (self.on_lost is None or anybody) or peer in peers and not anybody:
+                    fatal = reason and (self.on_lost is None or anybody)
+                    if fatal or (peer in peers and not anybody):
                         self._lost(peer)
                 left = deadline - time.monotonic()
                 if left <= 0:

@@ -278,7 +278,7 @@ def test_d24_ctrl_c(training, strategy):
 
 @pytest.mark.parametrize("transport", ["tcp", "udp"])
 def test_d7_strangers_on_the_port(start, mark, tmp_path, transport):  # noqa: F811
-    process = start("train", "--model", "mlp", "--epochs", "25", "--workers", "2",
+    process = start("train", "--model", "mlp", "--epochs", "10", "--workers", "2",
                     "--transport", transport, "--save", "m", "--seed", "1")
     wait_for((tmp_path / "m").exists, 60)
     where = "127.0.0.1", int(environment(worker(mark, 1))["MASTER_PORT"])
@@ -296,7 +296,7 @@ def test_d7_strangers_on_the_port(start, mark, tmp_path, transport):  # noqa: F8
     if silent is not None:
         silent.close()
     assert process.returncode == 0, err
-    assert right(out) > 90
+    assert right(out) > 80
 
 
 DIFFERENT = f"""
@@ -357,3 +357,12 @@ def test_launch_from_a_notebook(mark, transport):  # noqa: F811
     assert isinstance(results[0]["weight"], md.Tensor)
     np.testing.assert_allclose(results[0]["weight"].numpy(), [[2, -3]], atol=1e-2)
     np.testing.assert_array_equal(results[0]["weight"].numpy(), results[1]["weight"].numpy())
+
+
+# ---- the promise ------------------------------------------------------------
+
+def test_the_main_job_reads_digits_better_than_their_nearest_neighbours(run):
+    """A nearest-neighbour classifier gets 98.4 % of the test rows."""
+    code, out, err = run("train", "--workers", "2", "--strategy", "downpour")
+    assert code == 0, err
+    assert right(out) >= 98.5

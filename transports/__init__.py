@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import ipaddress
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -339,6 +340,9 @@ def open(name: str, config: Config) -> Transport:       # noqa: A001 - as in web
     entry point of group `minidist.transports`. Either provides a Driver class
     (most do) or a callable that takes a Config and returns a Transport.
     """
+    if sys.byteorder != "little":
+        raise NotImplementedError("tensors travel little-endian, as they lie in memory; this "
+                                  "machine is big-endian")
     if name in BUILTIN:
         made: Any = importlib.import_module(f".{name}", __name__).driver
     else:

@@ -253,7 +253,10 @@ def pack_roster(members: Sequence[Member]) -> bytes:
 
 def unpack_roster(count: int, data: Any) -> list[Member]:
     cursor = Cursor(data)
-    members = [Member(*cursor.take(">IBI"), cursor.text()) for _ in range(min(count, MAX_NODES))]
+    members = []
+    for _ in range(min(count, MAX_NODES)):
+        node, role, incarnation = cursor.take(">IBI")
+        members.append(Member(node, role, incarnation, cursor.text()))
     cursor.end()
     return members
 
@@ -416,10 +419,11 @@ class Incoming:
         self.payload: Any = b""             # what it is a view of
         self.post: Any = None               # the receive that waits for it, if any
 
-    def hold(self) -> None:
+    def hold(self) -> bool:
         """Take memory of our own. Zeroed pages cost nothing until bytes arrive."""
         self.payload = bytearray(self.total)
         self.view = memoryview(self.payload)
+        return True
 
 
 def as_bytes(buffer: Any) -> memoryview:
@@ -429,6 +433,8 @@ def as_bytes(buffer: Any) -> memoryview:
         return view
     if not view.c_contiguous:
         raise ValueError("the array is not contiguous; pass np.ascontiguousarray(it)")
+    if view.format[0] in "<>!=":                # elements travel little-endian, as they lie here
+        raise ValueError(f"the array has byte order {view.format!r}; pass it in native order")
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
@@ -465,7 +471,7 @@ class Session:
         self.side, self.other = (DIALER, ACCEPTOR) if dialer else (ACCEPTOR, DIALER)
         self.incarnation, self.address = incarnation, address
         self.out: deque[bytes] = deque()
-        self.place: Callable[[Incoming], bool] = lambda message: message.hold() or True
+        self.place: Callable[[Incoming], bool] = Incoming.hold
         self.doing: Callable[[], str] = str
         self.deadline = now + patience          # of the handshake, in total
         self.heard = self.pinged = self.ticked = now

@@ -5,7 +5,6 @@ Nothing here knows what the messages do; that is section 7 of minidist.py.
 """
 from __future__ import annotations
 
-import atexit
 import functools
 import os
 from collections.abc import Sequence
@@ -32,9 +31,7 @@ def join(backend: str | None = None, init_method: str = "env://", timeout: Any =
     if backend in (None, "gloo", "nccl"):       # PyTorch's names mean: whatever was launched
         backend = env.get("MINIDIST_TRANSPORT") or "tcp"
     config = Config.from_env(env)
-    transport = open_transport(backend, config)
-    atexit.register(transport.close)            # for scripts that do not say goodbye
-    return transport, config
+    return open_transport(backend, config), config
 
 
 # ---- words and numbers ---------------------------------------------------------
