@@ -33,6 +33,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import contextvars
 import copy
 import enum
 import functools
@@ -119,13 +120,11 @@ class Tensor:
 
         def __getattr__(self, name: str) -> Any: ...
 
-        __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __getattr__
-        __rtruediv__ = __floordiv__ = __mod__ = __pow__ = __rpow__ = __matmul__ = __getattr__
-        __rmatmul__ = __lt__ = __le__ = __gt__ = __ge__ = __and__ = __or__ = __getattr__
-        __neg__: Any
-        __invert__: Any
-        __getitem__: Any
-        __setitem__: Any
+        _any: Any = None
+        __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _any
+        __rtruediv__ = __floordiv__ = __mod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _any
+        __neg__ = __lt__ = __le__ = __gt__ = __ge__ = __and__ = __or__ = __xor__ = __invert__ = _any
+        __getitem__ = __setitem__ = __float__ = __int__ = _any
 
     # -- what it is ------------------------------------------------------------------------------
 
@@ -366,7 +365,7 @@ class Size(tuple):
 class device(str):  # noqa: N801 - PyTorch's name
     """The CPU, the only device there is. Other names raise at once instead of misleading."""
 
-    type, index = "cpu", None
+    type, index = "cpu", None  # type: ignore[assignment] # a str's index() is not missed
 
     def __new__(cls, name: Any = "cpu", index: int = 0) -> device:
         if str(name).partition(":")[0] != "cpu":
@@ -1001,7 +1000,8 @@ class Op:
         node.shape, node.dtype = result._array.shape, result._array.dtype
         node._hooks = None
         node.where = called_from() if _anomaly.get() else ""
-        node.saved = saved = {}
+        saved: dict[str, tuple] = {}
+        node.saved = saved
         for name, source in saves:
             if source == "out":
                 saved[name] = (result._array, None, result._storage, 0)
@@ -1831,7 +1831,7 @@ class Generator:
     def __init__(self, device: Any = "cpu") -> None:
         self.numpy = np.random.default_rng()
 
-    def manual_seed(self, seed: int) -> Generator:
+    def manual_seed(self, seed: Any) -> Generator:
         self.numpy = np.random.default_rng(seed)
         return self
 
@@ -2087,6 +2087,7 @@ def permute(self: Tensor, dims: tuple) -> Tensor:
 def transpose(self: Tensor, dim0: int, dim1: int) -> Tensor:
     order = list(range(self.ndim))
     if order:
+        dim0, dim1 = axes_of(dim0, self.ndim)[0], axes_of(dim1, self.ndim)[0]
         order[dim0], order[dim1] = order[dim1], order[dim0]
     return _permute(self, axes=tuple(order))
 
@@ -2232,17 +2233,14 @@ def masked_select(self: Tensor, mask: Tensor) -> Tensor:
     return expand(self, *x.shape)[mask_array]
 
 
-def triangle(x: Tensor, diagonal: int) -> np.ndarray:
-    rows, columns = x.shape[-2:]
-    return np.tri(rows, columns, diagonal, dtype=bool)
-
-
 def tril(self: Tensor, diagonal: int = 0) -> Tensor:
-    return _where(np.tri(*self.shape[-2:], diagonal, dtype=bool), self, False)
+    rows, columns = self.shape[-2:]
+    return _where(np.tri(rows, columns, diagonal, dtype=bool), self, False)
 
 
 def triu(self: Tensor, diagonal: int = 0) -> Tensor:
-    return _where(np.tri(*self.shape[-2:], diagonal - 1, dtype=bool), False, self)
+    rows, columns = self.shape[-2:]
+    return _where(np.tri(rows, columns, diagonal - 1, dtype=bool), False, self)
 
 
 def diagonal(self: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
@@ -2446,7 +2444,9 @@ METHODS |= {
     "allclose": lambda self, other, rtol=1e-5, atol=1e-8, equal_nan=False:
         bool(np.allclose(to_array(self), to_array(other), rtol, atol, equal_nan)),
     "equal": lambda self, other: np.array_equal(to_array(self), to_array(other)),
-    "numel": lambda self: self._array.size,
+    "numel": lambda self: self._array.size, "detach": Tensor.detach,
+    "nonzero": lambda self: wrap(np.argwhere(self._array)),
+    "t": lambda self: transpose(self, 0, 1) if self.ndim > 1 else self,
     "is_floating_point": lambda self: self.dtype.kind == "f",
 }
 for _name, _function in METHODS.items():
@@ -2498,7 +2498,6 @@ for _name, _value in {  # what exists as methods only
         "zeros": zeros, "ones": ones, "empty": empty, "full": full, "tensor": tensor}.items()},
     "T": property(lambda self: _permute(self, axes=tuple(reversed(range(self.ndim))))),
     "mT": property(lambda self: transpose(self, -1, -2)),
-    "t": lambda self: transpose(self, 0, 1) if self.ndim > 1 else self,
     "astype": lambda self, dtype: self.to(dtype),
     **{name: functools.partialmethod(Tensor.to, dtype=dtype) for name, dtype in {
         "float": float32, "double": float64, "half": float16, "int": int32, "long": int64,
@@ -2513,8 +2512,14 @@ for _name, _value in {  # what exists as methods only
 class Context:
     """What a Function's forward leaves for its backward."""
 
-    def __init__(self, function: type[Function], args: Sequence[Any]) -> None:
-        self.function, self.last = function, None
+    outputs: list[Tensor]  # those that a gradient can reach, and their ids
+    ids: list[int]
+    joined: np.ndarray  # all of them, end to end
+    node: Any  # a weak reference to the Node of the joined outputs
+    last: Any = None  # the last gradient that came in, and what backward made of it
+
+    def __init__(self, function: Any, args: Sequence[Any]) -> None:
+        self.function = function
         self.needs_input_grad = tuple(isinstance(x, Tensor) and x.requires_grad for x in args)
         self.kept: tuple = ()
         self.constant: set[int] = set()
@@ -2603,108 +2608,95 @@ def checkpoint(function: Callable, *args: Any, use_reentrant: bool = False, **op
                         for a in ctx.args]
                 results = function(*args, **options)
             _generator.get().set_state(now)
-            results = results if isinstance(results, tuple) else (results,)
+            results = as_tuple(results)
             pairs = [(r, g) for r, g in zip(results, gradients) if r.requires_grad]
             run_backward([r for r, _ in pairs], [g for _, g in pairs], False, False)
-            return (None, *(a.grad if isinstance(a, Tensor) else None for a in args))
+            return (None, *(getattr(a, "grad", None) for a in args))
 
     # The function's parameters are not among its arguments; the anchor makes it be recorded.
     return Checkpoint.apply(zeros(0, requires_grad=True), *args)
 
 
+def as_tuple(x: Any) -> tuple:
+    return tuple(x) if isinstance(x, (tuple, list)) else (x,)
+
+
+def gradient_rows(y: Tensor, xs: Sequence[Tensor], create_graph: bool = False) -> list[Any]:
+    """For each element of y its gradients to the xs: row after row of the Jacobians."""
+    if not y.requires_grad:
+        return [[zeros_like(x) for x in xs]] * y.numel()
+    return [grad(y, xs, one.reshape(y.shape), retain_graph=True, create_graph=create_graph,
+                 materialize_grads=True) for one in eye(y.numel(), dtype=y.dtype)]
+
+
 def jacobian(func: Callable, inputs: Any, create_graph: bool = False) -> Any:
     """d func(inputs)[i] / d inputs[j], of shape (*output, *input), a tuple for several inputs."""
-    several = isinstance(inputs, tuple)
-    xs = [x if create_graph else x.detach().requires_grad_() for x in
-          (inputs if several else (inputs,))]
+    xs = [x if create_graph else x.detach().requires_grad_() for x in as_tuple(inputs)]
     y = func(*xs)
-    rows = [grad(y, xs, one.reshape(y.shape), retain_graph=True, create_graph=create_graph,
-                 allow_unused=True, materialize_grads=True)
-            for one in eye(y.numel(), dtype=y.dtype)]
+    rows = gradient_rows(y, xs, create_graph)
     columns = tuple(stack([row[k] for row in rows]).reshape(*y.shape, *x.shape)
                     for k, x in enumerate(xs))
-    return columns if several else columns[0]
+    return columns if isinstance(inputs, tuple) else columns[0]
 
 
-def hvp(func: Callable, inputs: Any, v: Any = None) -> tuple[Tensor, Any]:
+def hvp(func: Callable, inputs: Any, v: Any) -> tuple[Tensor, Any]:
     """func(inputs) and its Hessian times v, without forming the Hessian (Pearlmutter, 1994)."""
-    several = isinstance(inputs, tuple)
-    xs = [x.detach().requires_grad_() for x in (inputs if several else (inputs,))]
-    vs = v if several else (v,)
+    xs = [x.detach().requires_grad_() for x in as_tuple(inputs)]
     y = func(*xs)
-    first = grad(y, xs, create_graph=True, allow_unused=True, materialize_grads=True)
-    along_v = sum((g * w).sum() for g, w in zip(first, vs))
-    products = grad(along_v, xs, allow_unused=True, materialize_grads=True) \
-        if along_v.requires_grad else tuple(zeros_like(x) for x in xs)
-    return y.detach(), products if several else products[0]
+    first = grad(y, xs, create_graph=True, materialize_grads=True)
+    along_v: Any = sum((g * w).sum() for g, w in zip(first, as_tuple(v)))
+    products = grad(along_v, xs, materialize_grads=True) if along_v.requires_grad else \
+        tuple(zeros_like(x) for x in xs)
+    return y.detach(), products if isinstance(inputs, tuple) else products[0]
 
 
 def gradcheck(func: Callable, inputs: Any, eps: float = 1e-6, atol: float = 1e-5,
               rtol: float = 1e-3, raise_exception: bool = True) -> bool:
     """Compare gradients with differences (f(x + eps) - f(x - eps)) / 2 eps, in float64."""
-    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    inputs = as_tuple(inputs)
 
     def outputs() -> list[Tensor]:
-        results = func(*inputs)
-        results = results if isinstance(results, (tuple, list)) else (results,)
-        return [r for r in results if r.dtype.kind == "f"]
+        return [y for y in as_tuple(func(*inputs)) if y.dtype.kind == "f"]
 
     for k, x in enumerate(inputs):
         if not (isinstance(x, Tensor) and x.requires_grad):
             continue
         if x.dtype != float64:
             raise ValueError(f"gradcheck needs float64, input {k} is {x.dtype}")
+        slopes = []
+        for i in np.ndindex(x.shape):
+            before, sides = x._array[i], []
+            for x._array[i] in (before + eps, before - eps):
+                with no_grad():
+                    sides.append([y._array.ravel().copy() for y in outputs()])
+            x._array[i] = before
+            slopes.append([(up - down) / (2 * eps) for up, down in zip(*sides)])
         for j, y in enumerate(outputs()):
-            exact = jacobian_rows(y, x)
-            numeric = np.zeros_like(exact)
-            for i in np.ndindex(x.shape):
-                sides = []
-                for step in (eps, -2 * eps):
-                    x._array[i] += step
-                    with no_grad():
-                        sides.append(outputs()[j]._array.copy())
-                x._array[i] += eps
-                numeric[:, np.ravel_multi_index(i, x.shape) if i else 0] = \
-                    ((sides[0] - sides[1]) / (2 * eps)).ravel()
-            if not np.allclose(exact, numeric, rtol, atol, equal_nan=True):
-                if not raise_exception:
-                    return False
-                worst = np.unravel_index(np.argmax(np.abs(exact - numeric)), exact.shape)
-                raise RuntimeError(f"gradient of output {j} to input {k} differs: at element "
-                                   f"{worst[0]} to {worst[1]} the derivative is {exact[worst]:.8g},"
-                                   f" the difference quotient {numeric[worst]:.8g}")
+            exact = np.array([row[0]._array.ravel() for row in gradient_rows(y, [x])])
+            numeric = np.array([slope[j] for slope in slopes]).T
+            if np.allclose(exact, numeric, rtol, atol, equal_nan=True):
+                continue
+            if not raise_exception:
+                return False
+            worst = np.unravel_index(np.argmax(np.abs(exact - numeric)), exact.shape)
+            raise RuntimeError(f"gradient of output {j} to input {k} differs: at element "
+                               f"{worst[0]} to {worst[1]} the derivative is {exact[worst]:.8g}, "
+                               f"the difference quotient {numeric[worst]:.8g}")
     return True
-
-
-def jacobian_rows(y: Tensor, x: Tensor) -> np.ndarray:
-    if not y.requires_grad:
-        return np.zeros((y.numel(), x.numel()))
-    rows = [grad(y, x, one.reshape(y.shape), retain_graph=True, allow_unused=True,
-                 materialize_grads=True)[0]._array.ravel() for one in eye(y.numel(), dtype=y.dtype)]
-    return np.stack(rows) if rows else np.zeros((0, x.numel()))
 
 
 def gradgradcheck(func: Callable, inputs: Any, grad_outputs: Any = None, **options: Any) -> bool:
     """gradcheck of the gradient, also with respect to the gradients that flow in."""
-    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    inputs = as_tuple(inputs)
     wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
-    y = func(*inputs)
-    ys = [t for t in (y if isinstance(y, (tuple, list)) else (y,)) if t.requires_grad]
-    seeds = [randn_like(t).requires_grad_() for t in ys]
+    seeds = [randn_like(y).requires_grad_() for y in as_tuple(func(*inputs)) if y.requires_grad]
 
+    @enable_grad()
     def gradient(*args: Any) -> tuple:
-        result = func(*args[: len(inputs)])
-        results = [t for t in (result if isinstance(result, (tuple, list)) else (result,))
-                   if t.requires_grad or not is_grad_enabled()]
-        with enable_grad():
-            return grad(results, wanted, list(args[len(inputs):]), create_graph=True,
-                        allow_unused=True, materialize_grads=True)
+        ys = [y for y in as_tuple(func(*args[: len(inputs)])) if y.requires_grad]
+        return grad(ys, wanted, args[len(inputs):], create_graph=True, materialize_grads=True)
 
-    def recorded(*args: Any) -> tuple:
-        with enable_grad():
-            return gradient(*args)
-
-    return gradcheck(recorded, (*inputs, *seeds), **options)
+    return gradcheck(gradient, (*inputs, *seeds), **options)
 
 
 class detect_anomaly(contextlib.ContextDecorator):  # noqa: N801
@@ -2734,7 +2726,7 @@ def graph(self: Tensor) -> Graph:
     """The graph behind a tensor, as text in the DOT language of graphviz; a picture in a
     notebook where graphviz is installed."""
     lines, numbers = ["digraph {", "  rankdir=BT; node [shape=box, fontname=monospace]"], {}
-    for k, node in enumerate(topological_order([edge_of(self)] if edge_of(self) else [])):
+    for k, node in enumerate(topological_order(filter(None, [edge_of(self)]))):
         numbers[node] = k
         shape = tuple(node.shape)
         style = ", style=filled" if isinstance(node, Tensor) else ""
@@ -2763,7 +2755,7 @@ Tensor.graph = graph  # type: ignore[attr-defined]
 class Categorical:
     """One of several classes, by probabilities or by logits in the last dimension."""
 
-    def __init__(self, probs: Tensor | None = None, logits: Tensor | None = None) -> None:
+    def __init__(self, probs: Any = None, logits: Any = None) -> None:
         if (probs is None) == (logits is None):
             raise ValueError("Categorical takes either probs or logits")
         self.logits = log_softmax(logits, -1) if probs is None else \
@@ -2847,6 +2839,9 @@ def activation(function: Callable) -> Callable:
 @op(x=lambda g, out: g * (out > 0))  # at 0 the slope is 0
 def relu(x):
     return np.clip(x, 0, None)  # three times faster than np.maximum(x, 0)
+
+
+Tensor.relu, Tensor.relu_ = relu, in_place(relu, "relu_")  # type: ignore[attr-defined]
 
 
 @activation
@@ -3285,7 +3280,7 @@ def instance_norm(input: Tensor, running_mean: Tensor | None = None,
     """Normalise each channel of each sample by itself: batch norm in which each is a channel."""
     n, channels = input.shape[:2]
     stats = [None if s is None else repeat(s, n) for s in (running_mean, running_var)]
-    out = batch_norm(input.reshape(1, n * channels, *input.shape[2:]), *stats,
+    out = batch_norm(input.reshape(1, n * channels, *input.shape[2:]), stats[0], stats[1],
                      training=use_input_stats, momentum=momentum, eps=eps)
     for running, moved in zip((running_mean, running_var), stats):
         if running is not None and moved is not None and use_input_stats:
@@ -3640,7 +3635,8 @@ class Buffer(Tensor):
         self._array, self._storage, self.persistent = data._array, data._storage, persistent
 
 
-REGISTRIES = {"_parameters": Parameter, "_buffers": Buffer}  # and "_modules": Module, below
+# What a module registers, by attribute; "_modules": Module comes below.
+REGISTRIES: dict[str, type] = {"_parameters": Parameter, "_buffers": Buffer}
 
 
 class Module:
@@ -3899,7 +3895,7 @@ class Module:
         return f"{type(self).__name__}(\n  {inner}\n)"
 
 
-REGISTRIES["_modules"] = Module  # type: ignore[assignment]
+REGISTRIES["_modules"] = Module
 
 
 class LoadResult(tuple):
@@ -4279,7 +4275,8 @@ class _InstanceNorm(_BatchNorm):
         self.check(input, 0 if single else 1)
         out = instance_norm(input.unsqueeze(0) if single else input, self.running_mean,
                             self.running_var, self.weight, self.bias,
-                            self.training or not self.track_running_stats, self.momentum, self.eps)
+                            self.training or not self.track_running_stats, self.momentum or 0.0,
+                            self.eps)
         return out.squeeze(0) if single else out
 
 
@@ -4345,7 +4342,7 @@ class Embedding(Module):
     @classmethod
     def from_pretrained(cls, embeddings: Tensor, freeze: bool = True,
                         padding_idx: int | None = None) -> Embedding:
-        made = cls(*embeddings.shape, padding_idx=padding_idx)
+        made = cls(embeddings.shape[0], embeddings.shape[1], padding_idx)
         made.weight = Parameter(embeddings, not freeze)
         return made
 
@@ -5122,7 +5119,7 @@ def strong_wolfe(probe: Callable, t: float, d: np.ndarray, f: float, g: np.ndarr
     while not done and used <= most:
         if abs(interval[1].t - interval[0].t) * width < change:
             break
-        t = cubic_minimum(*interval)
+        t = cubic_minimum(interval[0], interval[1])
         low, high = sorted(p.t for p in interval)
         margin = 0.1 * (high - low)
         if min(high - t, t - low) < margin:  # too near an end to make progress twice in a row
@@ -5389,8 +5386,8 @@ class ReduceLROnPlateau:
         self.eps = eps
         self.min_lrs = list(min_lr) if isinstance(min_lr, (list, tuple)) else \
             [min_lr] * len(optimizer.param_groups)
-        self.best, self.num_bad_epochs, self.cooldown_counter = None, 0, 0
-        self.last_epoch = 0
+        self.best: float | None = None
+        self.num_bad_epochs = self.cooldown_counter = self.last_epoch = 0
 
     def better(self, value: float) -> bool:
         if self.best is None:
@@ -5491,10 +5488,17 @@ def random_split(dataset: Any, lengths: Sequence[float],
     return [Subset(dataset, order[start : start + n]) for start, n in zip(starts, parts)]
 
 
-class SequentialSampler:
-    def __init__(self, data_source: Any) -> None:
+class Sampler:
+    """Anything that gives the indices of samples."""
+
+    def __init__(self, data_source: Any = None) -> None:
         self.data_source = data_source
 
+    def __iter__(self) -> Iterator[Any]:
+        raise NotImplementedError(f"{type(self).__name__} defines no __iter__")
+
+
+class SequentialSampler(Sampler):
     def __iter__(self) -> Iterator[int]:
         return iter(range(len(self.data_source)))
 
@@ -5517,7 +5521,7 @@ class RandomSampler(SequentialSampler):
         return iter(order.tolist())
 
 
-class WeightedRandomSampler:
+class WeightedRandomSampler(Sampler):
     """num_samples indices, each drawn with a probability proportional to its weight."""
 
     def __init__(self, weights: Sequence[float], num_samples: int, replacement: bool = True,
@@ -5541,7 +5545,7 @@ class SubsetRandomSampler(RandomSampler):
         return (self.data_source[i] for i in super().__iter__())
 
 
-class DistributedSampler:
+class DistributedSampler(Sampler):
     """This rank's share of the samples, in an order that all ranks agree on.
 
     The shares are disjoint and complete: some ranks get one sample more. PyTorch repeats samples
@@ -5579,7 +5583,7 @@ class DistributedSampler:
         return -(-n // parts) if self.pad else (n - self.rank + parts - 1) // parts
 
 
-class BatchSampler:
+class BatchSampler(Sampler):
     """Groups of batch_size indices; the last may be shorter, unless drop_last."""
 
     def __init__(self, sampler: Any, batch_size: int, drop_last: bool = False) -> None:
@@ -5620,12 +5624,14 @@ def default_collate(samples: Sequence[Any]) -> Any:
 
 
 class DataLoader:
-    """Batches of a dataset, in order or shuffled anew every epoch."""
+    """Batches of a dataset, in order or shuffled anew every epoch. With num_workers, threads
+    fetch the next batches meanwhile; the random numbers they draw depend on the batch alone."""
 
     def __init__(self, dataset: Any, batch_size: int = 1, shuffle: bool = False,
                  sampler: Any = None, batch_sampler: Any = None, num_workers: int = 0,
                  collate_fn: Callable[[list], Any] | None = None, pin_memory: bool = False,
-                 drop_last: bool = False, generator: Generator | None = None) -> None:
+                 drop_last: bool = False, generator: Generator | None = None,
+                 prefetch_factor: int = 2, **ignored: Any) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
         if sampler is not None and shuffle:
@@ -5633,7 +5639,8 @@ class DataLoader:
         if sampler is None:
             sampler = RandomSampler(dataset, generator) if shuffle else SequentialSampler(dataset)
         self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
-        self.sampler = sampler
+        self.sampler, self.num_workers = sampler, num_workers
+        self.ahead = num_workers * prefetch_factor
         self.batch_sampler = batch_sampler or BatchSampler(sampler, batch_size, drop_last)
         self.collate_fn = collate_fn or default_collate
 
@@ -5644,7 +5651,28 @@ class DataLoader:
         return self.collate_fn([self.dataset[i] for i in indices])
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self.fetch, self.batch_sampler)
+        if isinstance(self.dataset, IterableDataset):
+            return map(self.collate_fn, BatchSampler(self.dataset, self.batch_size, self.drop_last))
+        return self.prefetched() if self.num_workers else map(self.fetch, self.batch_sampler)
+
+    def prefetched(self) -> Iterator[Any]:
+        from concurrent.futures import ThreadPoolExecutor
+
+        seed = int(rng().integers(2**63))
+
+        def work(number: int, indices: Sequence[int]) -> Any:
+            _generator.set(Generator().manual_seed([seed, number]))
+            return self.fetch(indices)
+
+        with ThreadPoolExecutor(self.num_workers) as pool:
+            pending: collections.deque = collections.deque()
+            for number, indices in enumerate(self.batch_sampler):
+                context = contextvars.copy_context()
+                pending.append(pool.submit(context.run, work, number, indices))
+                if len(pending) > self.ahead:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
@@ -7018,18 +7046,14 @@ def tune() -> bool:
         return False
 
 
-class cuda:  # noqa: N801 - stands for torch.cuda, so that programs pass through
-    is_available = staticmethod(lambda: False)
-    device_count = staticmethod(lambda: 0)
-
-
 # Functions whose names would hide Python's own inside this file exist as attributes only.
 PUBLIC: dict[str, Any] = {
     name: METHODS[name] for name in ("sum", "max", "min", "abs", "all", "any", "round", "pow")
 }
 PUBLIC |= {n: f for n, f in METHODS.items() if n not in globals()}
 PUBLIC |= {"float": float32, "int": int32, "bool": np.dtype(bool), "dtype": np.dtype,
-           "pi": math.pi, "inf": math.inf, "nan": math.nan}
+           "pi": math.pi, "inf": math.inf, "nan": math.nan, "finfo": np.finfo, "iinfo": np.iinfo,
+           "is_tensor": lambda x: isinstance(x, Tensor)}
 
 
 def __getattr__(name: str) -> Any:
@@ -7092,9 +7116,8 @@ namespace("nn.parameter", {"Parameter": Parameter})
 optim = namespace("optim", classes(Optimizer))
 namespace("optim.lr_scheduler", classes(LRScheduler, SequentialLR, ReduceLROnPlateau))
 utils = namespace("utils", {})
-namespace("utils.data", classes(
-    Dataset, SequentialSampler, WeightedRandomSampler, DistributedSampler, BatchSampler, DataLoader,
-) | pick("random_split default_collate"))
+namespace("utils.data", classes(Dataset, Sampler, DataLoader)
+          | pick("random_split default_collate"))
 namespace("utils.data.distributed", pick("DistributedSampler"))
 namespace("utils.checkpoint", pick("checkpoint"))
 autograd = namespace("autograd", pick(
@@ -7102,6 +7125,14 @@ autograd = namespace("autograd", pick(
     "enable_grad set_grad_enabled inference_mode"))
 namespace("autograd.functional", pick("jacobian hvp"))
 distributions = namespace("distributions", pick("Categorical Normal"))
+# Programs ask what there is besides the CPU; here that is nothing.
+nothing: dict[str, Any] = {
+    "is_available": lambda: False, "device_count": lambda: 0, "manual_seed": lambda seed: None,
+    "manual_seed_all": lambda seed: None, "empty_cache": lambda: None, "synchronize": lambda: None}
+cuda, accelerator, backends = (namespace(name, dict(nothing)) for name in
+                               ("cuda", "accelerator", "backends"))
+namespace("backends.mps", dict(nothing))
+namespace("backends.cudnn", {"deterministic": False, "benchmark": False, "enabled": False})
 linalg = namespace("linalg", {"vector_norm": lambda x, ord=2, dim=None, keepdim=False:
                               norm(x, ord, dim, keepdim)})
 distributed = namespace("distributed", DISTRIBUTED)

@@ -73,6 +73,9 @@ for n in "bitwise_and bitwise_or bitwise_xor".split():
     both(n, booleans(3, 4), booleans(4, seed=1))
     both(n, integers(3, 4, high=99), integers(4, seed=1))
 both("logical_not", booleans(3))
+both("nonzero", booleans(3, 4))
+both("t", S)
+both("t", (3,))
 both("logical_not", S)
 both("bitwise_not", booleans(3))
 both("bitwise_not", integers(3))
@@ -284,7 +287,7 @@ def test_op(name, function, inputs, options):
 
 
 def test_table_is_complete():
-    apart = {"bernoulli", "multinomial", "numel", "is_floating_point"}  # below
+    apart = {"bernoulli", "multinomial", "numel", "is_floating_point", "detach"}  # below
     assert md.METHODS.keys() - {row[0] for row in TABLE} - driven() <= apart
 
 
@@ -306,7 +309,7 @@ def test_in_place(name):
 
 
 def test_in_place_table_is_complete():
-    taken = {"bernoulli_", "clip_", "floor_divide_", "multiply_", "lerp_",
+    taken = {"bernoulli_", "clip_", "relu_", "floor_divide_", "multiply_", "lerp_",
              "masked_fill_", "scatter_", "scatter_add_", "copy_", "detach_", "normal_",
              "uniform_", "requires_grad_", *IN_PLACE}
     methods = {n for n in dir(md.Tensor) if n.endswith("_") and not n.startswith("_")}
