@@ -1118,10 +1118,8 @@ _default_dtype: ContextVar[np.dtype] = ContextVar("default_dtype", default=float
 def default_dtype() -> np.dtype:
     return _default_dtype.get()
 
-
 def get_default_dtype() -> np.dtype:
     return _default_dtype.get()
-
 
 def set_default_dtype(dtype: Any) -> None:
     """The dtype that Python floats become: float32, unless changed here."""
@@ -1205,32 +1203,26 @@ logical_not, bitwise_not = op(np.logical_not), op(np.invert)
 def sign(x):
     return x if x.dtype == bool else np.sign(x)
 
-
 @op(numpy=np.square, x=lambda g, x: g * (x * 2))
 def square(x):
     return np.square(x.astype(np.int64) if x.dtype == bool else x)
-
 
 @op(x=lambda g: np.zeros_like(g))
 def _round(x, *, decimals=0):
     return np.round(x, decimals)
 
-
 @op(floats=True, x=lambda g, out: -g * out * out)
 def reciprocal(x):
     return 1 / x
-
 
 @op(floats=True, x=lambda g, out: g * (out * out * out) * -0.5)
 def rsqrt(x):
     return 1 / np.sqrt(x)
 
-
 @op(floats=True, x=lambda g, out: g * (out * (1 - out)))
 def sigmoid(x):
     # 1 / (1 + exp(-x)) overflows for large negative x; this form never does.
     return np.tanh(x * 0.5) * 0.5 + 0.5
-
 
 @op(floats=True, x=lambda g, x: g * (np.exp(-x * x) * (2 / math.sqrt(math.pi))))
 def erf(x):
@@ -1254,12 +1246,10 @@ def polynomial(x: Any, coefficients: Sequence[float]) -> Any:
     """Horner's rule, the coefficient of the highest power first."""
     return functools.reduce(lambda total, coefficient: total * x + coefficient, coefficients)
 
-
 @op(x=lambda g, x, min, max: g * (  # at the bounds it passes through (PyTorch's choice)
     (x >= (-math.inf if min is None else min)) & (x <= (math.inf if max is None else max))))
 def _clamp(x, *, min=None, max=None):
     return np.clip(x, min, max)
-
 
 def clamp(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
     if isinstance(min, Tensor) or isinstance(max, Tensor):
@@ -1300,10 +1290,8 @@ bitwise_and, bitwise_or, bitwise_xor = op(np.bitwise_and), op(np.bitwise_or), op
 def add(input: Any, other: Any, *, alpha: float = 1) -> Tensor:
     return _add(input, other if alpha == 1 else other * alpha)
 
-
 def sub(input: Any, other: Any, *, alpha: float = 1) -> Tensor:
     return _sub(input, other if alpha == 1 else other * alpha)
-
 
 def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Tensor:
     if rounding_mode not in (None, "trunc", "floor"):
@@ -1331,7 +1319,6 @@ def power(x, y):
 def _where(condition, x, y):
     return np.where(condition, x, y)
 
-
 def where(condition: Any, input: Any = None, other: Any = None) -> Any:
     """Elements of input where the condition holds, else of other. (An infinite or NaN branch
     that is not selected still multiplies its own gradient by zero: give the inner op a safe
@@ -1352,21 +1339,17 @@ def where(condition: Any, input: Any = None, other: Any = None) -> Any:
 def _reshape(x, *, shape):
     return np.reshape(x, shape)
 
-
 @op(view=True, numpy=np.transpose, x=lambda g, axes: np.transpose(g, tuple(np.argsort(axes))))
 def _permute(x, *, axes=None):
     return np.transpose(x, axes)
-
 
 @op(view=True, numpy=np.broadcast_to, x=lambda g: g)  # `fitted` sums what was repeated
 def _expand(x, *, shape):
     return np.broadcast_to(x, shape)
 
-
 @op(view=True, x=lambda g, x_shape, index: index_add_to(g, shape=x_shape, index=index))
 def _getitem(x, *, index):
     return x[index]
-
 
 @op(x=lambda g, index: g[index])
 def index_add_to(x, *, shape, index):
@@ -1378,12 +1361,10 @@ def index_add_to(x, *, shape, index):
         out[index] = x
     return out
 
-
 def without(g: Any, path: tuple) -> Any:
     g = np.copy(g)
     follow(g, path)[...] = 0
     return g
-
 
 @op(base=lambda g, path: without(g, path), value=lambda g, path: follow(g, path))
 def overwrite(base, value, *, path):
@@ -1392,7 +1373,6 @@ def overwrite(base, value, *, path):
     follow(base, path)[...] = value
     return base
 
-
 @op(x=lambda g, index: replaced(g, np.zeros(1, g.dtype), index=index),
     value=lambda g, index: g[index])
 def replaced(x, value, *, index):
@@ -1400,36 +1380,29 @@ def replaced(x, value, *, index):
     x[index] = value
     return x
 
-
 @op(xs=lambda g, i, shapes, axis: part(g, i, shapes, axis))
 def _cat(*xs, axis=0):
     return np.concatenate(xs, axis)
-
 
 def part(g: Any, i: int, shapes: Sequence[tuple], axis: int) -> Any:
     start = sum(shape[axis] for shape in shapes[:i])
     return g[(slice(None),) * axis + (slice(start, start + shapes[i][axis]),)]
 
-
 @op(numpy=np.flip, x=lambda g, axis: np.flip(g, axis))
 def _flip(x, *, axis):
     return np.flip(x, axis).copy()
-
 
 @op(x=lambda g, axis, shift: _roll(g, shift=tuple(-s for s in shift), axis=axis))
 def _roll(x, *, shift, axis):
     return np.roll(x, shift, axis)
 
-
 @op(x=lambda g, widths: g[tuple(slice(a, g.shape[i] - b) for i, (a, b) in enumerate(widths))])
 def _pad(x, *, widths, value=0.0):
     return np.pad(x, widths, constant_values=value)
 
-
 @op(x=lambda g, x_shape, index, dim: scatter_add_to(g, shape=x_shape, index=index, dim=dim))
 def _gather(x, *, index, dim):
     return x[along(index, dim)]
-
 
 @op(x=lambda g, index, dim: _gather(g, index=index, dim=dim))
 def scatter_add_to(x, *, shape, index, dim):
@@ -1437,19 +1410,16 @@ def scatter_add_to(x, *, shape, index, dim):
     np.add.at(out, along(index, dim), x)
     return out
 
-
 def along(index: np.ndarray, dim: int) -> tuple:
     """The full index whose dimension `dim` is taken from index, the others from where it is."""
     grid = list(np.ogrid[tuple(slice(n) for n in index.shape)])
     grid[dim] = index
     return tuple(grid)
 
-
 @op(view=True, x=lambda g, x_shape, offset, dim1, dim2:
     on_diagonal(g, shape=x_shape, offset=offset, dim1=dim1, dim2=dim2))
 def _diagonal(x, *, offset, dim1, dim2):
     return np.diagonal(x, offset, dim1, dim2)
-
 
 @op(x=lambda g, offset, dim1, dim2: _diagonal(g, offset=offset, dim1=dim1, dim2=dim2))
 def on_diagonal(x, *, shape, offset, dim1, dim2):
@@ -1514,19 +1484,15 @@ def spread(g: Any, shape: tuple[int, ...], axes: Any, keepdims: bool = False) ->
         g = np.reshape(g, tuple(1 if i in axes else n for i, n in enumerate(shape)))
     return np.broadcast_to(g, shape)
 
-
 def count(shape: tuple[int, ...], axis: Any) -> int:
     return math.prod(shape[a] for a in axes_of(axis, len(shape)))
-
 
 def sum_dtype(x: Any) -> np.dtype:
     return x.dtype if x.dtype.kind == "f" else int64
 
-
 @op(numpy=np.sum, x=lambda g, x_shape, axis, keepdims: spread(g, x_shape, axis, keepdims))
 def _sum(x, *, axis=None, keepdims=False):
     return np.sum(x, axis=axis, keepdims=keepdims, dtype=sum_dtype(x))
-
 
 @op(numpy=np.mean, x=lambda g, x_shape, axis, keepdims:
     spread(g / count(x_shape, axis), x_shape, axis, keepdims))
@@ -1534,7 +1500,6 @@ def _mean(x, *, axis=None, keepdims=False):
     if count(x.shape, axis) == 0:  # as 0 / 0, but without NumPy's warning
         return np.sum(x, axis=axis, keepdims=keepdims) * x.dtype.type(math.nan)
     return np.mean(x, axis=axis, keepdims=keepdims)
-
 
 @op(x=lambda g, x, out, axis, keepdims:
     spread(g, x.shape, axis, keepdims) * others(x, out, axis, keepdims))
@@ -1560,21 +1525,17 @@ def evenly(g: Any, x: Any, out: Any, axis: Any, keepdims: bool) -> Any:
     ties = (x == spread(out, x.shape, axis, keepdims)) * 1.0
     return spread(g, x.shape, axis, keepdims) * (ties / np.sum(ties, axis=axis, keepdims=True))
 
-
 @op(numpy=np.max, x=lambda g, x, out, axis, keepdims: evenly(g, x, out, axis, keepdims))
 def _amax(x, *, axis=None, keepdims=False):
     return np.max(x, axis=axis, keepdims=keepdims)
-
 
 @op(numpy=np.min, x=lambda g, x, out, axis, keepdims: evenly(g, x, out, axis, keepdims))
 def _amin(x, *, axis=None, keepdims=False):
     return np.min(x, axis=axis, keepdims=keepdims)
 
-
 @op(numpy=np.cumsum, x=lambda g, axis: np.flip(np.cumsum(np.flip(g, axis), axis), axis))
 def _cumsum(x, *, axis):
     return np.cumsum(x, axis=axis, dtype=sum_dtype(x))
-
 
 @op(floats=True, x=lambda g, x, out, axis, keepdims: spread(g, x.shape, axis, keepdims)
     * np.exp(x - spread(out, x.shape, axis, keepdims)))
@@ -1585,12 +1546,10 @@ def _logsumexp(x, *, axis, keepdims=False):
     out = np.log(np.sum(np.exp(x - top), axis=axis, keepdims=True)) + top
     return out if keepdims else np.squeeze(out, axis)
 
-
 @op(quiet=True, x=lambda g, out, dim: out * (g - np.sum(g * out, axis=dim, keepdims=True)))
 def _softmax(x, *, dim):
     e = np.exp(x - np.max(x, axis=dim, keepdims=True, initial=-math.inf))
     return e / np.sum(e, axis=dim, keepdims=True)
-
 
 @op(quiet=True, x=lambda g, out, dim: g - np.exp(out) * np.sum(g, axis=dim, keepdims=True))
 def _log_softmax(x, *, dim):
@@ -1606,7 +1565,6 @@ def _log_softmax(x, *, dim):
 def _norm2(x, *, axis=None, keepdims=False):
     return np.sqrt(np.sum(x * x, axis=axis, keepdims=keepdims))
 
-
 @op(x=lambda g, x, out, p, axis, keepdims: spread(g, x.shape, axis, keepdims) * np.sign(x)
     * (np.where(x == 0, 1, np.abs(x))
        / spread(np.where(out == 0, 1, out), x.shape, axis, keepdims)) ** (p - 1))
@@ -1621,7 +1579,6 @@ def _norm(x, *, p, axis=None, keepdims=False):
     all_rows(x).T @ all_rows(g) if len(y_shape) == 2 else np.swapaxes(x, -1, -2) @ g)
 def _matmul(x, y):
     return np.matmul(x, y)
-
 
 def all_rows(x: Any) -> Any:
     """All rows of a batch of matrices as one matrix: one product then sums over the batch."""
@@ -1710,7 +1667,6 @@ def sum_alone(x: Tensor, term: str, others: str) -> tuple[Tensor, str]:
     alone = [i for i, letter in enumerate(term) if letter not in others]
     return (x.sum(alone) if alone else x), "".join(c for c in term if c in others)
 
-
 @op(x=lambda g, y, a, b, c: _einsum(g, y, a=c, b=b, c=a),
     y=lambda g, x, a, b, c: _einsum(x, g, a=a, b=c, c=b))
 def _einsum(x, y, *, a, b, c):
@@ -1753,7 +1709,6 @@ def first_leaf(data: Any) -> Any:
         data = data[0]
     return data
 
-
 def as_tensor(data: Any, dtype: Any = None, device: Any = None) -> Tensor:
     """Like tensor, but without a copy where none is needed."""
     if isinstance(data, Tensor):
@@ -1762,13 +1717,11 @@ def as_tensor(data: Any, dtype: Any = None, device: Any = None) -> Tensor:
         return wrap(data if dtype is None else data.astype(dtype, copy=False))
     return tensor(data, dtype=dtype)
 
-
 def from_numpy(array: np.ndarray) -> Tensor:
     """A tensor that shares the array's memory."""
     if not isinstance(array, np.ndarray):
         raise TypeError(f"from_numpy takes an ndarray, not {type(array).__name__}")
     return wrap(array)
-
 
 def sizes(args: Sequence[Any]) -> tuple[int, ...]:
     """(2, 3) from f(2, 3), f((2, 3)) and f([2, 3])."""
@@ -1802,7 +1755,6 @@ eye = factory(lambda n, m=None, dtype=None: np.eye(n, m, dtype=dtype or default_
 def full(size, fill_value, dtype):
     return np.full(size, to_array(fill_value), dtype or tensor(fill_value).dtype)
 
-
 @factory
 def arange(start, end=None, step=1, dtype=None):
     start, end = (0, start) if end is None else (start, end)
@@ -1811,7 +1763,6 @@ def arange(start, end=None, step=1, dtype=None):
     if np.dtype(dtype).kind in "iu":  # as PyTorch: the bounds are cut to integers first
         start, end, step = int(start), int(end), int(step)
     return np.arange(start, end, step).astype(dtype)
-
 
 @factory
 def linspace(start, end, steps, dtype):
@@ -1851,36 +1802,29 @@ def manual_seed(seed: int) -> Generator:
     _generator.set(Generator().manual_seed(seed))
     return _generator.get()
 
-
 def rng(generator: Generator | None = None) -> np.random.Generator:
     return (generator or _generator.get()).numpy
-
 
 def drawn(draw: Callable, size: tuple, dtype: Any) -> np.ndarray:
     dtype = np.dtype(dtype or default_dtype())  # float16 is drawn as float32 and rounded
     return np.asarray(draw(size, np.float64 if dtype == float64 else np.float32)).astype(dtype)
 
-
 @factory
 def rand(size, dtype, generator=None):
     return drawn(rng(generator).random, size, dtype)
 
-
 @factory
 def randn(size, dtype, generator=None):
     return drawn(rng(generator).standard_normal, size, dtype)
-
 
 @factory
 def randint(low, high, size=None, dtype=None, generator=None):
     low, high, size = (0, low, high) if size is None else (low, high, size)  # or (high, size)
     return np.asarray(rng(generator).integers(low, high, tuple(size))).astype(dtype or int64)
 
-
 @factory
 def randperm(n, dtype=None, generator=None):
     return rng(generator).permutation(n).astype(dtype or int64)
-
 
 def normal(mean: Any, std: Any = 1.0, size: Any = None, *, generator: Generator | None = None,
            **options: Any) -> Tensor:
@@ -1889,10 +1833,8 @@ def normal(mean: Any, std: Any = 1.0, size: Any = None, *, generator: Generator 
     options = {"dtype": dtypes[0], **options} if dtypes else options
     return randn(shape, generator=generator, **options) * std + mean
 
-
 def bernoulli(input: Tensor, *, generator: Generator | None = None) -> Tensor:
     return wrap((rng(generator).random(input.shape) < input._array).astype(input.dtype))
-
 
 def multinomial(input: Tensor, num_samples: int, replacement: bool = False, *,
                 generator: Generator | None = None) -> Tensor:
@@ -1995,7 +1937,6 @@ def arg_extreme(arg: Callable) -> Callable[..., Tensor]:
     return lambda self, dim=None, keepdim=False: \
         wrap(arg(self._array, axis=dim, keepdims=keepdim))
 
-
 def logical(reduce: Callable) -> Callable[..., Tensor]:
     return lambda self, dim=None, keepdim=False: \
         wrap(reduce(self._array != 0, axis=axes_of(dim, self.ndim), keepdims=keepdim))
@@ -2055,7 +1996,6 @@ def reshape(self: Tensor, shape: tuple) -> Tensor:
         raise RuntimeError(f"cannot reshape {self.numel()} elements of shape {tuple(self.shape)} "
                            f"to {shape}") from None
 
-
 @sized
 def view(self: Tensor, shape: tuple) -> Tensor:
     """reshape that never copies: an error where the memory does not allow a view."""
@@ -2065,7 +2005,6 @@ def view(self: Tensor, shape: tuple) -> Tensor:
                            "elements are not in order in memory: use .reshape() or .contiguous()")
     return result
 
-
 def flatten(self: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
     if not self.ndim:
         return reshape(self, 1)
@@ -2073,16 +2012,13 @@ def flatten(self: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
     middle = math.prod(self.shape[start : end + 1])
     return reshape(self, *self.shape[:start], middle, *self.shape[end + 1 :])
 
-
 def unflatten(self: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     dim %= self.ndim
     return reshape(self, *self.shape[:dim], *sizes, *self.shape[dim + 1 :])
 
-
 @sized
 def permute(self: Tensor, dims: tuple) -> Tensor:
     return _permute(self, axes=tuple(d % self.ndim for d in dims))
-
 
 def transpose(self: Tensor, dim0: int, dim1: int) -> Tensor:
     order = list(range(self.ndim))
@@ -2091,12 +2027,10 @@ def transpose(self: Tensor, dim0: int, dim1: int) -> Tensor:
         order[dim0], order[dim1] = order[dim1], order[dim0]
     return _permute(self, axes=tuple(order))
 
-
 def squeeze(self: Tensor, dim: Dims = None) -> Tensor:
     axes = axes_of(dim, self.ndim) if dim != () else ()
     return _reshape(self, shape=tuple(n for i, n in enumerate(self.shape)
                                       if n != 1 or i not in axes))
-
 
 def unsqueeze(self: Tensor, dim: int) -> Tensor:
     if not -self.ndim - 1 <= dim <= self.ndim:
@@ -2104,12 +2038,10 @@ def unsqueeze(self: Tensor, dim: int) -> Tensor:
     dim %= self.ndim + 1
     return _reshape(self, shape=(*self.shape[:dim], 1, *self.shape[dim:]))
 
-
 @sized
 def expand(self: Tensor, shape: tuple) -> Tensor:
     own = (1,) * (len(shape) - self.ndim) + tuple(self.shape)
     return _expand(self, shape=tuple(o if n == -1 else n for n, o in zip(shape, own)))
-
 
 @sized
 def repeat(self: Tensor, counts: tuple) -> Tensor:
@@ -2119,17 +2051,10 @@ def repeat(self: Tensor, counts: tuple) -> Tensor:
     copies = reshape(x, spaced).expand(paired).clone()
     return copies.reshape([c * n for c, n in zip(counts, x.shape)])
 
-
-@sized
-def tile(self: Tensor, dims: tuple) -> Tensor:
-    return repeat(self, (1,) * (self.ndim - len(dims)) + dims)
-
-
 def repeat_interleave(self: Tensor, repeats: Any, dim: int | None = None, *,
                       output_size: int | None = None) -> Tensor:
     x, dim = (self.reshape(-1), 0) if dim is None else (self, dim)
-    return index_select(x, dim, wrap(np.repeat(np.arange(x.shape[dim]), to_array(repeats))))
-
+    return x.index_select(dim, wrap(np.repeat(np.arange(x.shape[dim]), to_array(repeats))))
 
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     tensors = list(tensors)
@@ -2138,7 +2063,6 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     # PyTorch lets an empty vector stand for nothing beside tensors of any shape.
     tensors = [t for t in tensors if t.shape != (0,)] or tensors[:1]
     return _cat(*tensors, axis=dim % max(tensors[0].ndim, 1))
-
 
 def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     return cat([unsqueeze(t, dim) for t in tensors], dim)
@@ -2150,10 +2074,8 @@ concat = cat
 def hstack(tensors: Sequence[Tensor]) -> Tensor:
     return cat([t.reshape(-1) if t.ndim < 1 else t for t in tensors], int(tensors[0].ndim > 1))
 
-
 def vstack(tensors: Sequence[Tensor]) -> Tensor:
     return cat([t.reshape(1, -1) if t.ndim < 2 else t for t in tensors], 0)
-
 
 def meshgrid(*tensors: Any, indexing: str = "ij") -> tuple[Tensor, ...]:
     vectors = list(tensors[0]) if not isinstance(tensors[0], Tensor) else list(tensors)
@@ -2164,7 +2086,6 @@ def meshgrid(*tensors: Any, indexing: str = "ij") -> tuple[Tensor, ...]:
     return tuple(v.reshape([-1 if k == i else 1 for k in order]).expand(shape)
                  for i, v in enumerate(vectors))
 
-
 def split(self: Tensor, split_size_or_sections: Any, dim: int = 0) -> tuple[Tensor, ...]:
     total, parts = self.shape[dim], split_size_or_sections
     if isinstance(parts, int):
@@ -2174,23 +2095,12 @@ def split(self: Tensor, split_size_or_sections: Any, dim: int = 0) -> tuple[Tens
     starts = itertools.accumulate(parts, initial=0)
     return tuple(narrow(self, dim, start, n) for start, n in zip(starts, parts))
 
-
 def chunk(self: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
     return split(self, max(-(-self.shape[dim] // chunks), 1), dim)
-
-
-def unbind(self: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
-    return tuple(select(self, dim, i) for i in range(self.shape[dim]))
-
 
 def at(self: Tensor, dim: int, index: Any) -> Tensor:
     """x[:, :, index] with as many colons as dim says."""
     return self[(slice(None),) * axes_of(dim, self.ndim)[0] + (index,)]
-
-
-def select(self: Tensor, dim: int, index: int) -> Tensor:
-    return at(self, dim, index)
-
 
 def narrow(self: Tensor, dim: int, start: Any, length: int) -> Tensor:
     start = int(start) + (self.shape[dim] if start < 0 else 0)
@@ -2199,17 +2109,10 @@ def narrow(self: Tensor, dim: int, start: Any, length: int) -> Tensor:
                            f"{self.shape[dim]}")
     return at(self, dim, slice(start, start + length))
 
-
-@scalars_too
-def index_select(self: Tensor, dim: int, index: Tensor) -> Tensor:
-    return at(self, dim, index.reshape(-1))
-
-
 def gather(self: Tensor, dim: int, index: Tensor) -> Tensor:
     if not self.ndim:
         return gather(self.reshape(1), 0, index.reshape(-1)).reshape(index.shape)
     return _gather(self, index=to_array(index), dim=dim % self.ndim)
-
 
 @scalars_too
 def scatter(self: Tensor, dim: int, index: Tensor, src: Any = None, *, value: Any = None) -> Tensor:
@@ -2217,35 +2120,22 @@ def scatter(self: Tensor, dim: int, index: Tensor, src: Any = None, *, value: An
     src = src[tuple(slice(n) for n in index.shape)] if src.ndim else src
     return replaced(self, src, index=along(to_array(index), dim % self.ndim))
 
-
 @scalars_too
 def scatter_add(self: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
     src = src[tuple(slice(n) for n in index.shape)]
     return self + scatter_add_to(src, shape=self.shape, index=to_array(index), dim=dim % self.ndim)
 
-
-def masked_fill(self: Tensor, mask: Tensor, value: Any) -> Tensor:
-    return _where(mask, as_tensor(value, dtype=self.dtype), self)
-
-
 def masked_select(self: Tensor, mask: Tensor) -> Tensor:
     mask_array, x = np.broadcast_arrays(to_array(mask), self._array)
     return expand(self, *x.shape)[mask_array]
-
 
 def tril(self: Tensor, diagonal: int = 0) -> Tensor:
     rows, columns = self.shape[-2:]
     return _where(np.tri(rows, columns, diagonal, dtype=bool), self, False)
 
-
 def triu(self: Tensor, diagonal: int = 0) -> Tensor:
     rows, columns = self.shape[-2:]
     return _where(np.tri(rows, columns, diagonal - 1, dtype=bool), False, self)
-
-
-def diagonal(self: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
-    return _diagonal(self, offset=offset, dim1=dim1 % self.ndim, dim2=dim2 % self.ndim)
-
 
 def diag(self: Tensor, diagonal: int = 0) -> Tensor:
     if self.ndim == 2:
@@ -2253,18 +2143,11 @@ def diag(self: Tensor, diagonal: int = 0) -> Tensor:
     n = self.shape[0] + abs(diagonal)
     return on_diagonal(self, shape=(n, n), offset=diagonal, dim1=0, dim2=1)
 
-
-@sized
-def flip(self: Tensor, dims: tuple) -> Tensor:
-    return _flip(self, axis=axes_of(dims, self.ndim) if dims and self.ndim else ())
-
-
 def roll(self: Tensor, shifts: Any, dims: Any = None) -> Tensor:
     shifts = (shifts,) if isinstance(shifts, int) else tuple(shifts)
     if dims is None:
         return roll(self.reshape(-1), shifts, 0).reshape(self.shape)
     return _roll(self, shift=shifts, axis=(dims,) if isinstance(dims, int) else tuple(dims))
-
 
 @scalars_too
 def argsort(self: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Tensor:
@@ -2274,12 +2157,10 @@ def argsort(self: Tensor, dim: int = -1, descending: bool = False, stable: bool 
         return wrap(x.shape[dim] - 1 - back)
     return wrap(np.argsort(x, axis=dim, kind="stable"))
 
-
 @scalars_too
 def sort(self: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Any:
     index = argsort(self, dim, descending)
     return ValuesIndices(gather(self, dim, index), index)
-
 
 @scalars_too
 def topk(self: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
@@ -2287,21 +2168,17 @@ def topk(self: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool
         raise RuntimeError(f"topk({k}) of a dimension of size {self.shape[dim]}")
     return ValuesIndices(*(narrow(t, dim, 0, k) for t in sort(self, dim, descending=largest)))
 
-
 def softmax(self: Tensor, dim: int | None = None, dtype: Any = None) -> Tensor:
     return _softmax(self if dtype is None else self.to(dtype), dim=dim_of_classes(self, dim))
 
-
 def log_softmax(self: Tensor, dim: int | None = None, dtype: Any = None) -> Tensor:
     return _log_softmax(self if dtype is None else self.to(dtype), dim=dim_of_classes(self, dim))
-
 
 def dim_of_classes(x: Tensor, dim: int | None) -> int:
     if dim is None:
         raise TypeError(f"softmax of a tensor of shape {tuple(x.shape)} needs dim: the one whose "
                         "values shall add up to 1, most often -1")
     return dim
-
 
 @op(x=lambda g: g)
 def _clone(x):
@@ -2415,9 +2292,9 @@ METHODS: dict[str, Callable] = {f.__name__: f for f in (
     floor_divide, remainder, fmod, maximum, minimum, logaddexp, eq, ne, lt, le, gt, ge,
     logical_not, logical_and, logical_or, logical_xor, bitwise_not, bitwise_and, bitwise_or,
     bitwise_xor, matmul, norm, reshape, view, flatten, unflatten, permute, transpose, squeeze,
-    unsqueeze, expand, repeat, tile, repeat_interleave, split, chunk, unbind, narrow, select,
-    index_select, gather, scatter, scatter_add, masked_fill, masked_select, tril, triu, diagonal,
-    diag, flip, roll, sort, argsort, topk, softmax, log_softmax, bernoulli, multinomial,
+    unsqueeze, expand, repeat, repeat_interleave, split, chunk, narrow, gather, scatter,
+    scatter_add, masked_select, tril, triu, diag, roll, sort, argsort, topk, softmax, log_softmax,
+    bernoulli, multinomial,
 )}  # fmt: skip
 METHODS |= {
     "sum": reduction(_sum), "mean": reduction(_mean, floats=True), "prod": reduction(_prod),
@@ -2428,6 +2305,16 @@ METHODS |= {
     "var": var, "std": std,
     "cumsum": scalars_too(lambda self, dim, *, dtype=None:
                           _cumsum(self if dtype is None else self.to(dtype), axis=dim)),
+    "unbind": lambda self, dim=0: tuple(at(self, dim, i) for i in range(self.shape[dim])),
+    "select": lambda self, dim, index: at(self, dim, index),
+    "index_select": scalars_too(lambda self, dim, index: at(self, dim, index.reshape(-1))),
+    "masked_fill": lambda self, mask, value:
+        _where(mask, as_tensor(value, dtype=self.dtype), self),
+    "diagonal": lambda self, offset=0, dim1=0, dim2=1:
+        _diagonal(self, offset=offset, dim1=dim1 % self.ndim, dim2=dim2 % self.ndim),
+    "tile": sized(lambda self, dims: repeat(self, (1,) * (self.ndim - len(dims)) + dims)),
+    "flip": sized(lambda self, dims: _flip(self, axis=axes_of(dims, self.ndim)
+                                           if dims and self.ndim else ())),
     "abs": _abs, "round": _round, "pow": power, "true_divide": true_divide, "clone": _clone,
     "multiply": mul, "divide": div, "subtract": sub, "negative": neg, "absolute": _abs,
     "arctan2": arctan2, "atan2": arctan2, "clip": clamp, "broadcast_to": expand,
@@ -2445,7 +2332,8 @@ METHODS |= {
         bool(np.allclose(to_array(self), to_array(other), rtol, atol, equal_nan)),
     "equal": lambda self, other: np.array_equal(to_array(self), to_array(other)),
     "numel": lambda self: self._array.size, "detach": Tensor.detach,
-    "nonzero": lambda self: wrap(np.argwhere(self._array)),
+    "nonzero": lambda self, *, as_tuple=False:
+        where(self) if as_tuple else wrap(np.argwhere(self._array)),
     "t": lambda self: transpose(self, 0, 1) if self.ndim > 1 else self,
     "is_floating_point": lambda self: self.dtype.kind == "f",
 }
@@ -2620,14 +2508,12 @@ def checkpoint(function: Callable, *args: Any, use_reentrant: bool = False, **op
 def as_tuple(x: Any) -> tuple:
     return tuple(x) if isinstance(x, (tuple, list)) else (x,)
 
-
 def gradient_rows(y: Tensor, xs: Sequence[Tensor], create_graph: bool = False) -> list[Any]:
     """For each element of y its gradients to the xs: row after row of the Jacobians."""
     if not y.requires_grad:
         return [[zeros_like(x) for x in xs]] * y.numel()
     return [grad(y, xs, one.reshape(y.shape), retain_graph=True, create_graph=create_graph,
                  materialize_grads=True) for one in eye(y.numel(), dtype=y.dtype)]
-
 
 def jacobian(func: Callable, inputs: Any, create_graph: bool = False) -> Any:
     """d func(inputs)[i] / d inputs[j], of shape (*output, *input), a tuple for several inputs."""
@@ -2637,7 +2523,6 @@ def jacobian(func: Callable, inputs: Any, create_graph: bool = False) -> Any:
     columns = tuple(stack([row[k] for row in rows]).reshape(*y.shape, *x.shape)
                     for k, x in enumerate(xs))
     return columns if isinstance(inputs, tuple) else columns[0]
-
 
 def hvp(func: Callable, inputs: Any, v: Any) -> tuple[Tensor, Any]:
     """func(inputs) and its Hessian times v, without forming the Hessian (Pearlmutter, 1994)."""
@@ -2673,7 +2558,8 @@ def gradcheck(func: Callable, inputs: Any, eps: float = 1e-6, atol: float = 1e-5
             slopes.append([(up - down) / (2 * eps) for up, down in zip(*sides)])
         for j, y in enumerate(outputs()):
             exact = np.array([row[0]._array.ravel() for row in gradient_rows(y, [x])])
-            numeric = np.array([slope[j] for slope in slopes]).T
+            numeric = np.array([slope[j] for slope in slopes]).reshape(x.numel(), y.numel()).T
+            exact = exact.reshape(numeric.shape)
             if np.allclose(exact, numeric, rtol, atol, equal_nan=True):
                 continue
             if not raise_exception:
@@ -2849,57 +2735,46 @@ Tensor.relu, Tensor.relu_ = relu, in_place(relu, "relu_")  # type: ignore[attr-d
 def leaky_relu(x, *, negative_slope=0.01):
     return np.where(x > 0, x, x * negative_slope)
 
-
 @activation
 @op(x=lambda g, x, alpha: g * np.where(x > 0, 1, alpha * np.exp(np.minimum(x, 0))))
 def elu(x, *, alpha=1.0):
     return np.where(x > 0, x, alpha * np.expm1(np.minimum(x, 0)))
-
 
 @activation  # flat at the bounds, unlike clamp
 @op(x=lambda g, x, min_val, max_val: g * ((x > min_val) & (x < max_val)))
 def hardtanh(x, *, min_val=-1.0, max_val=1.0):
     return np.clip(x, x.dtype.type(min_val), x.dtype.type(max_val))
 
-
 @activation
 def relu6(input: Tensor) -> Tensor:
     return hardtanh(input, 0.0, 6.0)
-
 
 @activation
 def selu(input: Tensor) -> Tensor:
     """Klambauer et al., 2017: the constants keep mean 0 and variance 1 through the layers."""
     return elu(input, 1.6732632423543772) * 1.0507009873554805
 
-
 @activation
 def silu(input: Tensor) -> Tensor:
     return input * sigmoid(input)
-
 
 @activation
 def mish(input: Tensor) -> Tensor:
     return input * tanh(_softplus(input))
 
-
 @op(quiet=True, x=lambda g, x: g * sigmoid(x))
 def _softplus(x):
     return np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))  # never overflows
-
 
 def softplus(input: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     """log(1 + exp(beta x)) / beta, and x itself where that is the same to the last digit."""
     return where(input * beta > threshold, input, _softplus(input * beta) / beta)
 
-
 def logsigmoid(input: Tensor) -> Tensor:
     return -_softplus(-input)
 
-
 def softsign(input: Tensor) -> Tensor:
     return input / (_abs(input) + 1)
-
 
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     """x times the probability that a standard normal number is below x (Hendrycks and Gimpel,
@@ -2909,14 +2784,12 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
         return input * (tanh(inner) + 1) * 0.5
     return input * (erf(input * math.sqrt(0.5)) + 1) * 0.5
 
-
 def prelu(input: Tensor, weight: Tensor) -> Tensor:
     if input.ndim < 2:
         weight = weight.reshape((1,) * input.ndim)
     else:
         weight = weight.reshape(-1, *(1,) * (input.ndim - 2))
     return where(input > 0, input, input * weight)
-
 
 def glu(input: Tensor, dim: int = -1) -> Tensor:
     if input.shape[dim] % 2:
@@ -2936,12 +2809,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     out = matmul(input, weight.T)
     return out if bias is None else out + bias
 
-
 def numbers(value: Any, n: int) -> tuple[int, ...]:
     """One number for all dimensions, or one for each."""
     values = (int(value),) if isinstance(value, (int, np.integer)) else tuple(value)
     return values * n if len(values) == 1 else values
-
 
 def padded(x: Tensor, widths: Sequence[tuple[int, int]], value: float = 0.0) -> Tensor:
     """Widen the last dimensions by (before, after)."""
@@ -2982,7 +2853,6 @@ def rows_of(x: Any, kernel: Any, stride: Any, dilation: Any, groups: int) -> Any
     return np.reshape(np.transpose(view, order),
                       (groups, batch * math.prod(places), channels // groups * math.prod(kernel)))
 
-
 def channels_last(g: Any, groups: int) -> Any:
     """(batch, channels, *places) -> (groups, batch * places, channels / groups)."""
     batch, channels, *places = g.shape
@@ -2990,18 +2860,15 @@ def channels_last(g: Any, groups: int) -> Any:
     g = np.transpose(g, (1, 0, 3, 2))
     return np.reshape(g, (groups, batch * math.prod(places), channels // groups))
 
-
 def channels_first(rows: Any, batch: int, places: Sequence[int]) -> Any:
     """The inverse of channels_last."""
     groups, _, width = rows.shape
     rows = np.reshape(rows, (groups, batch, math.prod(places), width))
     return np.reshape(np.transpose(rows, (1, 0, 3, 2)), (batch, groups * width, *places))
 
-
 def by_group(w: Any, groups: int) -> Any:
     """Kernels (out, in / groups, *kernel) -> (groups, out / groups, in / groups * kernel)."""
     return np.reshape(w, (groups, w.shape[0] // groups, math.prod(w.shape[1:])))
-
 
 def conv_to_input(g: Any, w: Any, x_shape: Any, stride: Any, dilation: Any, groups: int) -> Any:
     batch, channels, *size = x_shape
@@ -3012,18 +2879,15 @@ def conv_to_input(g: Any, w: Any, x_shape: Any, stride: Any, dilation: Any, grou
     rows = np.reshape(np.transpose(rows, order), (batch, channels, *places, *kernel))
     return fold(rows, size=tuple(size), stride=stride, dilation=dilation)
 
-
 def conv_to_weight(g: Any, x: Any, w_shape: Any, stride: Any, dilation: Any, groups: int) -> Any:
     rows = rows_of(x, w_shape[2:], stride, dilation, groups)
     return np.reshape(np.swapaxes(channels_last(g, groups), -1, -2) @ rows, w_shape)
-
 
 @op(x=conv_to_input, w=conv_to_weight)
 def _conv(x, w, *, stride, dilation, groups):
     places = windows(x, kernel=w.shape[2:], stride=stride, dilation=dilation).shape[2 : w.ndim]
     rows = rows_of(x, w.shape[2:], stride, dilation, groups)
     return channels_first(rows @ np.swapaxes(by_group(w, groups), -1, -2), x.shape[0], places)
-
 
 @op(x=lambda g, w, stride, dilation, groups: _conv(g, w, stride=stride, dilation=dilation,
                                                    groups=groups),
@@ -3111,7 +2975,6 @@ def _max_pool(x, *, kernel, stride, dilation):
     index = np.argmax(flat_view, axis=-1)
     return np.take_along_axis(flat_view, index[..., None], -1)[..., 0], index
 
-
 def unpicked(g: Any, index: np.ndarray, kernel: tuple[int, ...]) -> Any:
     """The gradient of the picked elements, at their places in windows of zeros."""
     picked = np.arange(math.prod(kernel)) == index[..., None]
@@ -3189,7 +3052,6 @@ def resized(input: Tensor, dim: int, shares: np.ndarray) -> Tensor:
     """Each place of the result along dim is a weighted sum of input's: a product with a matrix."""
     return transpose(matmul(transpose(input, dim, -1), wrap(shares.astype(input.dtype))), dim, -1)
 
-
 def spans(n: int, size: int) -> np.ndarray:
     """(n, size): column i holds the mean over floor(i n / size) .. ceil((i + 1) n / size)."""
     place, i = np.arange(n)[:, None], np.arange(size)
@@ -3226,18 +3088,15 @@ def _standardize(x, *, axes, eps):
     scale = inverse_std(x, axes, eps)
     return (x - mean) * scale, mean, scale
 
-
 def inverse_std(x: Any, axes: tuple[int, ...], eps: float) -> Any:
     distance = x - np.mean(x, axis=axes, keepdims=True)  # two passes: E[x^2] - E[x]^2 cancels
     return rsqrt(np.mean(distance * distance, axis=axes, keepdims=True) + eps)
-
 
 def standardize_to_x(g: Any, out: Any, scale: Any, axes: tuple[int, ...]) -> Any:
     """Mean and scale follow x: what they take away of the gradient."""
     along_ones = np.mean(g, axis=axes, keepdims=True)
     along_out = np.mean(g * out, axis=axes, keepdims=True)
     return scale * (g - along_ones - out * along_out)
-
 
 def per_channel(out: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """out (batch, channels, ...) * weight (channels) + bias (channels)."""
@@ -3298,7 +3157,6 @@ def layer_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | 
     out = out if weight is None else out * weight
     return out if bias is None else out + bias
 
-
 def group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None,
                bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """Normalise groups of channels of each sample (Wu and He, 2018)."""
@@ -3308,7 +3166,6 @@ def group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None,
     grouped = input.reshape(n, num_groups, channels // num_groups * math.prod(size))
     return per_channel(_standardize(grouped, axes=(2,), eps=eps).reshape(input.shape), weight, bias)
 
-
 def rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
              eps: float | None = None) -> Tensor:
     """Divide by the root mean square (Zhang and Sennrich, 2019)."""
@@ -3317,10 +3174,8 @@ def rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | No
     out = input * rsqrt(square(input).mean(axes, keepdim=True) + eps)
     return out if weight is None else out * weight
 
-
 def normalize(input: Tensor, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12) -> Tensor:
     return input / clamp(norm(input, p, dim, keepdim=True), min=eps)
-
 
 def drop(input: Tensor, shape: Sequence[int], p: float, training: bool) -> Tensor:
     """Zero with probability p and scale what is left by 1 / (1 - p), in training; one draw for
@@ -3332,11 +3187,9 @@ def drop(input: Tensor, shape: Sequence[int], p: float, training: bool) -> Tenso
     mask = rng().random(shape, np.float32) >= p  # drawn outside the op: rules are pure
     return input * wrap(mask * input.dtype.type(1 / (1 - p) if p < 1 else 0))
 
-
 @activation
 def dropout(input: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     return drop(input, input.shape, p, training)
-
 
 @activation
 def dropout2d(input: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
@@ -3427,13 +3280,11 @@ def pixel_shuffle(input: Tensor, upscale_factor: int) -> Tensor:
     x = input.reshape(math.prod(batch), channels // (r * r), r, r, height, width)
     return permute(x, 0, 1, 4, 2, 5, 3).reshape(*batch, channels // (r * r), height * r, width * r)
 
-
 def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     shape = np.broadcast_shapes(x1.shape, x2.shape)
     x1, x2 = (expand(x, *shape) for x in (x1, x2))
     lengths = clamp(norm(x1, 2, dim), min=eps) * clamp(norm(x2, 2, dim), min=eps)
     return (x1 * x2).sum(dim) / lengths
-
 
 def pairwise_distance(x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6,
                       keepdim: bool = False) -> Tensor:
@@ -3452,7 +3303,6 @@ def reduced(losses: Tensor, reduction: str, weights: Tensor | None = None) -> Te
     if reduction == "none":
         return losses
     raise ValueError(f"reduction must be 'mean', 'sum' or 'none', not {reduction!r}")
-
 
 def same_shape(name: str, input: Tensor, target: Tensor) -> None:
     """A prediction (n, 1) beside a target (n,) would broadcast to (n, n), and train, wrongly."""
@@ -3480,29 +3330,24 @@ def elementwise(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def mse_loss(input: Tensor, target: Tensor) -> Tensor:
     return square(input - target)
 
-
 @elementwise
 def l1_loss(input: Tensor, target: Tensor) -> Tensor:
     return _abs(input - target)
-
 
 @elementwise
 def huber_loss(input: Tensor, target: Tensor, *, delta: float = 1.0) -> Tensor:
     distance = _abs(input - target)
     return where(distance < delta, square(distance) * 0.5, (distance - 0.5 * delta) * delta)
 
-
 @elementwise
 def smooth_l1_loss(input: Tensor, target: Tensor, *, beta: float = 1.0) -> Tensor:
     return huber_loss(input, target, delta=beta, reduction="none") / beta if beta else \
         _abs(input - target)
 
-
 @elementwise
 def binary_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
     losses = -clamp(log(input), min=-100) * target - clamp(log1p(-input), min=-100) * (1 - target)
     return losses if weight is None else losses * weight
-
 
 @elementwise
 def binary_cross_entropy_with_logits(input: Tensor, target: Tensor, weight: Tensor | None = None,
@@ -3510,7 +3355,6 @@ def binary_cross_entropy_with_logits(input: Tensor, target: Tensor, weight: Tens
     scale = 1 if pos_weight is None else (pos_weight - 1) * target + 1
     losses = input * (1 - target) + scale * _softplus(-input)
     return losses if weight is None else losses * weight
-
 
 @elementwise
 def kl_div(input: Tensor, target: Tensor, *, log_target: bool = False) -> Tensor:
@@ -3916,7 +3760,6 @@ def holds_layers(value: Any) -> bool:
         return any(map(holds_layers, value.values() if isinstance(value, dict) else value))
     return isinstance(value, (Module, Parameter))
 
-
 def refuse_hidden(owner: str, name: str, value: Any) -> None:
     """Layers in a plain list or dict would be neither trained nor saved, without a word."""
     if isinstance(value, (list, tuple, dict)) and holds_layers(value):
@@ -3925,7 +3768,6 @@ def refuse_hidden(owner: str, name: str, value: Any) -> None:
             "not be registered, trained or saved: use nn.ModuleList, nn.ModuleDict or "
             "nn.ParameterList"
         )
-
 
 def clear_grad(parameter: Tensor, set_to_none: bool) -> None:
     if set_to_none:
@@ -4060,36 +3902,29 @@ def calculate_gain(nonlinearity: str, param: float | None = None) -> float:
         return math.sqrt(2 / (1 + (0.01 if param is None else param) ** 2))
     return 1.0 if nonlinearity.startswith("conv") else GAINS[nonlinearity]
 
-
 @no_grad()
 def uniform_(tensor: Tensor, a: float = 0.0, b: float = 1.0,
              generator: Generator | None = None) -> Tensor:
     return tensor.uniform_(a, b, generator=generator)
-
 
 @no_grad()
 def normal_(tensor: Tensor, mean: float = 0.0, std: float = 1.0,
             generator: Generator | None = None) -> Tensor:
     return tensor.normal_(mean, std, generator=generator)
 
-
 @no_grad()
 def constant_(tensor: Tensor, val: float) -> Tensor:
     return tensor.fill_(val)
 
-
 def zeros_(tensor: Tensor) -> Tensor:
     return constant_(tensor, 0.0)
-
 
 def ones_(tensor: Tensor) -> Tensor:
     return constant_(tensor, 1.0)
 
-
 @no_grad()
 def eye_(tensor: Tensor) -> Tensor:
     return tensor.copy_(eye(*tensor.shape))
-
 
 @no_grad()
 def orthogonal_(tensor: Tensor, gain: float = 1.0) -> Tensor:
@@ -4100,21 +3935,17 @@ def orthogonal_(tensor: Tensor, gain: float = 1.0) -> Tensor:
     q = q * np.sign(np.diag(r))  # else not all orthogonal matrices are equally likely
     return tensor.copy_(wrap((gain * (q.T if n < m else q)).reshape(tensor.shape)))
 
-
 def xavier_uniform_(tensor: Tensor, gain: float = 1.0) -> Tensor:
     """Glorot and Bengio, 2010: variance 2 / (fan in + fan out)."""
     bound = gain * math.sqrt(6 / sum(fans(tensor)))
     return uniform_(tensor, -bound, bound)
 
-
 def xavier_normal_(tensor: Tensor, gain: float = 1.0) -> Tensor:
     return normal_(tensor, 0.0, gain * math.sqrt(2 / sum(fans(tensor))))
-
 
 def kaiming_std(tensor: Tensor, a: float, mode: str, nonlinearity: str) -> float:
     fan = fans(tensor)[0 if mode == "fan_in" else 1]
     return calculate_gain(nonlinearity, a) / math.sqrt(fan)
-
 
 def kaiming_uniform_(tensor: Tensor, a: float = 0, mode: str = "fan_in",
                      nonlinearity: str = "leaky_relu") -> Tensor:
@@ -4122,11 +3953,9 @@ def kaiming_uniform_(tensor: Tensor, a: float = 0, mode: str = "fan_in",
     bound = math.sqrt(3) * kaiming_std(tensor, a, mode, nonlinearity)
     return uniform_(tensor, -bound, bound)
 
-
 def kaiming_normal_(tensor: Tensor, a: float = 0, mode: str = "fan_in",
                     nonlinearity: str = "leaky_relu") -> Tensor:
     return normal_(tensor, 0.0, kaiming_std(tensor, a, mode, nonlinearity))
-
 
 @no_grad()
 def trunc_normal_(tensor: Tensor, mean: float = 0.0, std: float = 1.0, a: float = -2.0,
@@ -4474,13 +4303,11 @@ TripletMarginLoss = layer("TripletMarginLoss", triplet_margin_loss, inputs=3)
 def rnn_step(x: Tensor, state: tuple, weight: Tensor, bias: Any, act: Callable) -> tuple:
     return (act(x + linear(state[0], weight, bias)),)
 
-
 def lstm_step(x: Tensor, state: tuple, weight: Tensor, bias: Any, act: Callable) -> tuple:
     """Hochreiter and Schmidhuber, 1997, with the forget gate of Gers et al., 2000."""
     i, f, g, o = chunk(x + linear(state[0], weight, bias), 4, -1)
     cell = sigmoid(f) * state[1] + sigmoid(i) * tanh(g)
     return sigmoid(o) * tanh(cell), cell
-
 
 def gru_step(x: Tensor, state: tuple, weight: Tensor, bias: Any, act: Callable) -> tuple:
     """Cho et al., 2014, with the reset gate after the product, as cuDNN and PyTorch have it."""
@@ -4563,7 +4390,7 @@ class _Recurrent(Module):
     def run(self, x: Tensor, state: tuple, suffix: str) -> tuple[Tensor, tuple]:
         """One layer in one direction. The inputs' share of all steps is one product."""
         w_ih, b_ih, *own = self.weights(suffix)
-        steps, backwards = list(unbind(linear(x, w_ih, b_ih))), suffix.endswith("_reverse")
+        steps, backwards = linear(x, w_ih, b_ih).unbind(), suffix.endswith("_reverse")
         outputs = []
         for projected in reversed(steps) if backwards else steps:
             state = self.make_step(projected, state, *own)
@@ -5173,10 +5000,8 @@ def clip_grad_value_(parameters: Any, clip_value: float) -> None:
             np.clip(p.grad._array, -clip_value, clip_value, out=p.grad._array)
             touch(p.grad, "clip_grad_value_")
 
-
 def parameters_to_vector(parameters: Iterable[Tensor]) -> Tensor:
     return cat([p.reshape(-1) for p in parameters])
-
 
 @no_grad()
 def vector_to_parameters(vector: Tensor, parameters: Iterable[Tensor]) -> None:
@@ -5252,7 +5077,6 @@ def schedule(name: str, rate: Callable[..., float]) -> Any:
 def cosine(base: float, low: float, part: float) -> float:
     """Half a cosine from base (part = 0) down to low (part = 1)."""
     return low + (base - low) * (1 + math.cos(math.pi * part)) / 2
-
 
 def warm_restarts(base: float, step: int, T_0: int, T_mult: int = 1,  # noqa: N803
                   eta_min: float = 0.0) -> float:
