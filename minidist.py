@@ -1324,7 +1324,7 @@ def where(condition: Any, input: Any = None, other: Any = None) -> Any:
     that is not selected still multiplies its own gradient by zero: give the inner op a safe
     input with a where of its own.)"""
     if input is None:
-        return tuple(wrap(i) for i in np.nonzero(to_array(condition)))
+        return tuple(wrap(i) for i in np.nonzero(np.atleast_1d(to_array(condition))))
     if not any(isinstance(x, Tensor) for x in (input, other)):
         input = tensor(input)
     return _where(condition, input, other)
