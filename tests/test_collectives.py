@@ -263,7 +263,9 @@ def test_lists_must_fit():
      lambda g: g.all_reduce(np.zeros(1)), ("barrier", "all_reduce")),
     (lambda g: [g.broadcast(np.zeros(4)), g.broadcast(np.zeros(4)), g.barrier()],
      lambda g: [g.broadcast(np.zeros(4)), g.barrier()], ("broadcast", "barrier")),
-], ids=["size", "dtype", "reduction", "operation", "skipped", "skipped later"])
+    (lambda g: g.broadcast(np.zeros(4), src=0),
+     lambda g: g.broadcast(np.zeros(4), src=1), ("broadcast", "barrier")),
+], ids=["size", "dtype", "reduction", "operation", "skipped", "skipped later", "root"])
 def test_D4_different_calls(first, second, names):
     def work(group):
         (second if group.rank else first)(group)

@@ -463,6 +463,28 @@ def test_a_stopped_worker_is_ended_too(start, mark):
 
 # ---- signals to the launcher ------------------------------------------------
 
+STOPS = """
+import os, signal, time
+if os.environ["RANK"] == "1":
+    if os.fork() == 0:
+        time.sleep(0.3)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    print("continued")
+    os.kill(os.getpid(), signal.SIGSTOP)
+print("done")
+"""
+
+
+def test_a_worker_that_stays_stopped_after_the_others_have_left_is_ended(run):
+    """Nobody loses it, so nobody fails; but it is not done either."""
+    code, out, err = run(STOPS, "--nproc-per-node", "2", "--shutdown-timeout", "1")
+    assert (code, sorted(out.splitlines())) == (143, ["[0] done", "[1] continued"])
+    assert err.startswith("minidist: rank 1 was stopped (SIGSTOP) and not continued for 1 s")
+    assert err.endswith("minidist: root cause: rank 1 was killed by signal 15 (SIGTERM)\n")
+
+
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143),
                                           (signal.SIGHUP, 129)])
 def test_d24_one_signal_ends_all(start, mark, number, code):

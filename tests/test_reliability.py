@@ -244,12 +244,16 @@ def test_p15_acknowledging_a_packet_never_sent(ahead):
     assert "not all were sent" in each.error or "never sent" in each.error
 
 
-def test_p15_acknowledging_a_number_left_out():
+@pytest.mark.parametrize("which", [0, -1], ids=["the first", "the last"])
+def test_p15_acknowledging_a_number_left_out(which):
     pair = Pair().open()
-    pair.deliver(noise(1 << 20), pair.b, pair.a)            # long enough to leave one out
+    pair.deliver(noise(2 << 20), pair.b, pair.a)            # long enough to leave some out
     each = pair.b.connection
-    assert each.skipped > 0
-    pair.hand(wire.ACK, feedback(each.skipped - 1, each.skipped + 1))
+    assert len(each.skipped) > 1
+    number = each.skipped[which]
+    pair.hand(wire.ACK, feedback(number + 1, number + 1, number - 1, number - 1))
+    assert each.state == "open"
+    pair.hand(wire.ACK, feedback(number - 1, number + 1))
     assert each.state == "closing" and each.code == wire.MALFORMED
 
 

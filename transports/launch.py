@@ -294,6 +294,7 @@ class Process:
         self.shown = job.show is None or server or env["LOCAL_RANK"] in map(str, job.show)
         self.code: int | None = None  # as subprocess has it: -9 is killed by signal 9
         self.ended_by_us = False
+        self.stopped = False  # by SIGSTOP, and not continued
         self.tail: deque[bytes] = deque(maxlen=20)  # of stderr
         self.held: list[bytes] = []  # last words, not yet shown
         self.held_since = 0.0
@@ -366,11 +367,17 @@ class Process:
         if hasattr(os, "waitid"):
             # The ended process stays a zombie (WNOWAIT) until `close`, so that its
             # number is not given to a stranger, whom `signal` would then hit.
+            pid = self.process.pid
             try:
-                end = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+                while True:
+                    turn = os.WCONTINUED if self.stopped else os.WSTOPPED
+                    end: Any = os.waitid(os.P_PID, pid, os.WEXITED | turn | os.WNOWAIT)
+                    if end.si_code not in (os.CLD_STOPPED, os.CLD_CONTINUED):
+                        break
+                    os.waitid(os.P_PID, pid, turn | os.WNOHANG)  # heard
+                    self.stopped = not self.stopped
             except ChildProcessError:
                 return  # `close` was faster
-            assert end is not None
             code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
         else:
             code = self.process.wait()
@@ -486,6 +493,8 @@ class Group:
         self.running: list[Process] = []
         self.failures: list[Process] = []  # in the order in which they were seen
         self.stubborn: list[Process] = []  # killed, because SIGTERM did not help
+        self.abandoned: list[Process] = []  # stopped, and nobody continued them
+        self.alone_at = time.monotonic()  # not only stopped ones were left then
         self.guard: subprocess.Popen[bytes] | None = None
         self.notes: list[str] = []  # what there is to say at the end
         self.interrupted = 0
@@ -567,12 +576,22 @@ class Group:
                 self.notes.append(f"minidist: {names(self.running)} still ran {self.job.grace:g} s "
                                   "after the last worker had ended, and was ended")
                 self.stop()
+            elif len(self.running) == len(self.processes) or not all(
+                    p.stopped for p in self.running):
+                self.alone_at = now
+            elif now > self.alone_at + self.job.grace:  # the others have left, as if all were well
+                self.abandoned = self.running[:]
+                self.notes.append(f"minidist: {names(self.running)} was stopped (SIGSTOP) and "
+                                  f"not continued for {self.job.grace:g} s after all others had "
+                                  "ended, and was ended")
+                self.stop()
         return self.report()
 
     def ended(self, process: Process, code: int) -> None:
         self.running.remove(process)
         process.code = code
-        process.ended_by_us = self.kill_at < float("inf") and code < 0
+        process.ended_by_us = self.kill_at < float("inf") and code < 0 \
+            and process not in self.abandoned
         if process.failed:
             self.failures.append(process)
             self.failed_at = min(self.failed_at, time.monotonic())

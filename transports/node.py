@@ -377,9 +377,11 @@ class StreamTransport(Members):
             if self.node != 0:
                 self.links[0].address = join_address(host, port)
                 self._dial(self.links[0], now)
-        # Streams that exist from the start all open now, others on first use.
+                self._wait(lambda: self.links[0].open, config.start_timeout, self.links[0], ())
+        # Streams that exist from the start all open now, others on first use. Node 0 gives
+        # up first: only it knows who is missing, and it tells those who are there.
         self._wait(lambda: self.ready and all(link.open or link.lost for link in links),
-                   config.start_timeout, self.links.get(0), ())
+                   config.start_timeout + (self.node != 0), self.links.get(0), ())
 
 
 def _keep(ref: weakref.ref, stop: threading.Event) -> None:

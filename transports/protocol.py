@@ -421,7 +421,10 @@ class Incoming:
 
     def hold(self) -> bool:
         """Take memory of our own. Zeroed pages cost nothing until bytes arrive."""
-        self.payload = bytearray(self.total)
+        try:
+            self.payload = bytearray(self.total)
+        except MemoryError:
+            raise broken("TOO_LARGE", f"no memory for a message of {self.total} bytes") from None
         self.view = memoryview(self.payload)
         return True
 
@@ -590,7 +593,7 @@ class Session:
                                       "damaged, or the other side is not minidist")
         early = self.state != OPEN
         if size > (MAX_EARLY if early else MAX_FIELDS) or total > MAX_MESSAGE or length > (
-                0 if early else MAX_FRAME):
+                0 if early else self.max_frame):
             raise broken("TOO_LARGE", f"a frame of kind {kind} with {size} bytes of fields and "
                                       f"{length} of payload ({total} in all)")
         if have < HEADER.size + size:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import hmac
 import os
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
 from math import inf
@@ -99,7 +100,8 @@ class Connection:
         self.seals = (endpoint.seal, endpoint.seal)             # what we send, what comes
         # what was sent
         self.number = self.first_number = endpoint.first_number
-        self.skip_at, self.skip_gap, self.skipped = self.number + FIRST_SKIP, FIRST_SKIP, -1
+        self.skip_at, self.skip_gap = self.number + FIRST_SKIP, FIRST_SKIP
+        self.skipped: list[int] = []                # left out so far: a few, as gaps double
         self.flight, self.lost = Flight(), Flight()
         self.largest_acked = -1
         self.rtt = Rtt()
@@ -275,7 +277,8 @@ class Connection:
         self.due = 0.0
         newly: list[Run] = []
         for first, last in ranges:
-            if first <= self.skipped <= last or first < self.first_number:
+            if first < self.first_number or (
+                    bisect_left(self.skipped, first) < bisect_right(self.skipped, last)):
                 raise Malformed(f"packets {first}..{last} acknowledged, not all were sent")
             newly += reversed(self.flight.take(first, last + 1))
             for run in self.lost.take(first, last + 1) if self.lost.runs else ():
@@ -540,7 +543,8 @@ class Connection:
     def _train(self, now: float, count: int, payload: int) -> list[bytes]:
         """Up to `count` packets of stream: first what was lost, then what is new."""
         if self.number >= self.skip_at:             # who acknowledges this one is guessing
-            self.skipped, self.number = self.number, self.number + 1
+            self.skipped.append(self.number)
+            self.number += 1
             self.skip_gap *= 2
             self.skip_at = self.number + self.skip_gap + self.endpoint.random(1)[0]
         if not self.flight.bytes:                   # the first after a pause: time starts here
