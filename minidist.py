@@ -6883,15 +6883,19 @@ PUBLIC |= {"float": float32, "int": int32, "bool": np.dtype(bool), "dtype": np.d
 def __getattr__(name: str) -> Any:
     if name in PUBLIC:
         return PUBLIC[name]
-    raise AttributeError(missing("minidist", name, [*PUBLIC, *globals()]))
+    raise AttributeError(missing("minidist", name, PUBLIC | globals()))
 
 
-def missing(namespace: str, name: str, known: Iterable[str]) -> str:
+def missing(namespace: str, name: str, names: dict[str, Any]) -> str:
+    """What to say of a name that is not there: the one that may have been meant, or all."""
     import difflib
 
-    near = difflib.get_close_matches(name, [n for n in known if not n.startswith("_")], 1)
-    return (f"{namespace} has no {name!r}" + (f"; the nearest is {near[0]!r}" if near else "")
-            + ". It holds a chosen part of PyTorch")
+    known = sorted(n for n, value in names.items() if not n.startswith("_") and
+                   (not isinstance(value, ModuleType) or value.__name__.startswith("minidist.")))
+    near = difflib.get_close_matches(name, known, 1, 0.67)
+    hint = (f"; the nearest is {near[0]!r}" if near else
+            f"; there are {', '.join(known)}" if 0 < len(known) <= 12 else "")
+    return f"{namespace} has no {name!r}{hint}. It holds a chosen part of PyTorch"
 
 
 def namespace(path: str, names: dict[str, Any]) -> ModuleType:
@@ -7119,9 +7123,15 @@ def report(flags: argparse.Namespace, curve: list, tests: int, samples: int, sec
         print(f"curve drawn to {flags.plot}")
 
 
+PICTURES = (".png", ".svg", ".pdf", ".jpg")
+
+
 def prepared(flags: argparse.Namespace, workers: int) -> None:
     """Completes the flags. Whatever can be wrong with them is found here, before work begins."""
-    if not 1 <= workers <= flags.batch_size:
+    for name, number in (("workers", workers), ("epochs", flags.epochs)):
+        if number < 1:
+            raise ValueError(f"--{name} is {number}: it must be at least 1")
+    if workers > flags.batch_size:
         raise ValueError(f"--batch-size {flags.batch_size} is that of all {workers} workers "
                          "together: each needs one sample at least")
     if flags.data is None:
@@ -7149,7 +7159,9 @@ def prepared(flags: argparse.Namespace, workers: int) -> None:
     elif flags.servers or flags.n_push > 1 or flags.n_fetch > 1:
         raise ValueError("--servers, --n-push and --n-fetch belong to --strategy downpour")
     if flags.plot and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install 'minidist[plot]'")
+        raise ValueError("--plot needs matplotlib: pip install matplotlib")
+    if flags.plot and pathlib.Path(flags.plot).suffix.lower() not in PICTURES:
+        raise ValueError(f"--plot {flags.plot}: a picture's name ends in {', '.join(PICTURES)}")
     for path in filter(None, (flags.save, flags.plot)):
         if not pathlib.Path(path).absolute().parent.is_dir():
             raise ValueError(f"there is no folder to write {path} to")
@@ -7224,14 +7236,17 @@ def arguments() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     tune()
-    if argv[:1] == ["serve"]:
-        serve()
-        return 0
     if argv[:1] == ["launch"]:
         return companion("transports", "launch").main(argv[1:], this_command("serve"))
     flags = arguments().parse_args(argv)
+    if flags.command == "serve" and os.environ.get("MINIDIST_ROLE") == "server":
+        serve()
+        return 0
     launched = "RANK" in os.environ  # by ourselves, `minidist launch`, torchrun, ...
     try:
+        if flags.command == "serve":
+            raise ValueError("the environment names no group to serve: `minidist train "
+                             "--strategy downpour` and `minidist launch --servers 1` start it")
         if flags.command == "data":
             return describe(flags.names, flags.data_dir)
         if flags.strategy == "downpour" and flags.servers is None:

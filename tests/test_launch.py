@@ -73,8 +73,8 @@ def start(mark, tmp_path):
     def start(script, *flags, args=(), **popen):
         path = tmp_path / "script.py"
         path.write_text(script)
-        return subprocess.Popen([*LAUNCHER, *flags, str(path), *args], stdout=subprocess.PIPE,
-                                stderr=subprocess.PIPE, text=True, **popen)
+        popen = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **popen}
+        return subprocess.Popen([*LAUNCHER, *flags, str(path), *args], text=True, **popen)
     return start
 
 
@@ -169,8 +169,12 @@ def test_two_machines(mark, tmp_path, monkeypatch):
     (["--nnodes", "2", "--node-rank", "2"], "must be 0 to 1"),
     (["--nproc-per-node", "0"], "at least 1 worker"),
     (["--nproc-per-node", "gpu"], "a number is needed"),
+    (["--nproc-per-node", "²"], "a number is needed"),
+    (["--master-port", "99999"], "ports are 1 to 65535"),
+    (["--log-dir", "/dev/null/x"], "--log-dir /dev/null/x"),
     (["--local-ranks-filter", "x"], "numbers joined by commas"),
     (["--servers", "1"], "server_command"),
+    (["--transport", "pigeon"], "no transport is called 'pigeon'; there are pipe, tcp, udp"),
     (["--master-addr", "192.0.2.1"], "must be an address"),
 ])
 def test_flags_that_cannot_be_met(run, flags, says):
@@ -342,6 +346,30 @@ def test_log_dir_and_filter(run, tmp_path):
         assert (job / str(r) / "stderr.log").read_text() == f"err {r}\n"
 
 
+needs_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+
+
+@needs_full
+def test_output_that_has_no_room_ends_the_run(start):
+    with open("/dev/full", "w") as full:
+        process = start("print('something')", stdout=full)
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 128 + signal.SIGPIPE
+    assert err == ("minidist: output cannot be written: [Errno 28] No space left on device\n"
+                   "minidist: SIGPIPE: ended rank 0\n")
+
+
+@needs_full
+def test_a_log_that_has_no_room_ends_alone(mark, tmp_path, capfd):
+    (tmp_path / "run" / "0").mkdir(parents=True)
+    (tmp_path / "run" / "0" / "stdout.log").symlink_to("/dev/full")
+    assert launch.run(job("for i in range(9999): print(i)", log_dir=str(tmp_path),
+                          id="run")).code == 0
+    out, err = capfd.readouterr()
+    assert out.count("\n") == 9999 and err.count("\n") == 1
+    assert err.endswith("stdout.log ends here: No space left on device\n")
+
+
 def test_a_reader_that_stops_reading_ends_the_run(start):
     """`minidist launch ... | head -1`."""
     process = start("import time\nfor i in range(10**9):\n    print(i); time.sleep(0.01)")
@@ -380,6 +408,17 @@ def test_d37_the_root_cause_comes_once_and_last(run):
     assert lines[-1] == "ValueError: the cause"
     assert err.count("Traceback") == err.count("ValueError: the cause") == 1
     assert out == ""
+
+
+def test_d37_whoever_leaves_slowly_is_a_line_too(run):
+    """Rank 1 has said that it lost rank 2, and is ended by us before it is gone."""
+    slow = "import atexit\nif me == '1': atexit.register(time.sleep, 60)\nif me"
+    code, out, err = run(LOSING.replace("if me", slow, 1), "--nproc-per-node", "3")
+    lines = err.splitlines()
+    assert code == 1 and err.count("Traceback") == 1
+    assert lines[0].startswith("[1] minidist_transports.PeerLost: node 2 lost")
+    assert lines[1].startswith("minidist: root cause: rank 2 ended with exit code 1")
+    assert lines[-1] == "ValueError: the cause"
 
 
 def test_those_who_lose_the_failed_one_have_time_to_say_so(run):

@@ -827,6 +827,7 @@ def test_what_a_tensor_says_of_itself():
                 x.requires_grad, str(x.device), repr(x.device), len({x, x}),
                 [t.tolist() for t in x],
                 x.device == m.device("cpu"), x.to(m.device("cpu")) is x, m.cuda.is_available(),
+                m.backends.mps.is_available(), m.backends.cudnn.benchmark,
                 (x == x).all().item(), x.to(m.float32) is x]
 
     assert facts(md) == facts(torch)
@@ -861,6 +862,8 @@ def test_errors_say_what_to_do():
         (lambda: md.exp(), "misses"), (lambda: len(md.tensor(1)), "0-d"),
         (lambda: iter(md.tensor(1)), "0-d"), (lambda: x.unsqueeze(4), r"unsqueeze\(4\)"),
         (lambda: md.svd, "chosen part"), (lambda: md.nn.Conv9d, "nearest is 'Conv"),
+        (lambda: md.optim.Rprop, "there are Adagrad, Adam, AdamW, "),
+        (lambda: md.einsum, "no 'einsum'[.]"),  # not: the nearest is 'enum', a module of Python's
     ):
         with pytest.raises((RuntimeError, TypeError, IndexError, ValueError, AttributeError),
                            match=words):

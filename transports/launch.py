@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from . import names as transports
 from . import remote
 
 
@@ -68,12 +69,18 @@ class Job:
         if self.workers < 1 or self.servers < 0:
             raise LaunchError(f"{self.workers} workers and {self.servers} servers asked for: "
                               "at least 1 worker and 0 servers make sense")
+        if self.transport not in transports():
+            raise LaunchError(f"no transport is called {self.transport!r}; there are "
+                              f"{', '.join(transports())}")
         if not 0 <= self.machine < self.machines:
             raise LaunchError(f"--node-rank is {self.machine}; with --nnodes {self.machines} it "
                               f"must be 0 to {self.machines - 1}, another on each machine")
         if self.servers and not self.server_command:
             raise LaunchError(f"{self.servers} servers asked for, but no server_command says what "
                               "they run: start them with `minidist launch` or `md.launch`")
+        if not 0 <= self.master_port < 1 << 16:
+            raise LaunchError(f"--master-port {self.master_port}: ports are 1 to 65535, and 0 is "
+                              "any free one")
         if self.transport == "pipe" and (self.machines > 1 or os.name != "posix"):
             raise LaunchError("transport 'pipe' joins processes of one POSIX machine: use 'tcp'")
 
@@ -243,7 +250,7 @@ class Console:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.bar_on: Any = None  # the terminal that shows an unfinished bar
-        self.broken = False  # nobody reads any more, as under `| head`
+        self.broken = ""  # why nobody reads any more, as under `| head`
 
     def line(self, stream: Any, text: bytes) -> None:
         with self.lock:
@@ -266,8 +273,8 @@ class Console:
             else:  # a notebook's
                 stream.write(data.decode("utf-8", "replace"))
             stream.flush()
-        except (BrokenPipeError, ValueError):  # ValueError: closed
-            self.broken = True
+        except (OSError, ValueError) as error:  # no reader, a full disk; ValueError: closed
+            self.broken = str(error)
 
 
 # ---------------------------------------------------------------------------
@@ -300,6 +307,14 @@ class Process:
         self.held_since = 0.0
         self.console = console
         self.events = events
+        self.logs: list[Any] = [None, None]
+        if job.log_dir is not None:
+            folder = Path(job.log_dir, job.id, self.name.replace(" ", "") if server else str(node))
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                self.logs = [open(folder / f"{name}.log", "wb", 0) for name in ("stdout", "stderr")]
+            except OSError as error:
+                raise LaunchError(f"--log-dir {job.log_dir}: {error}") from None
         command = list(job.server_command if server else job.command)
         try:
             self.process = subprocess.Popen(
@@ -311,11 +326,6 @@ class Process:
         except OSError as error:
             raise LaunchError(f"cannot start {self.name}: {command[0]!r}: {error.strerror}") \
                 from None
-        self.logs: list[Any] = [None, None]
-        if job.log_dir is not None:
-            folder = Path(job.log_dir, job.id, self.name.replace(" ", "") if server else str(node))
-            folder.mkdir(parents=True, exist_ok=True)
-            self.logs = [open(folder / f"{name}.log", "wb") for name in ("stdout", "stderr")]
         self.pumps = [threading.Thread(target=self._pump, args=(i,), daemon=True) for i in (0, 1)]
         for thread in (*self.pumps, threading.Thread(target=self._wait, daemon=True)):
             thread.start()
@@ -329,8 +339,11 @@ class Process:
         with source, log or contextlib.nullcontext():
             while data := source.read1(1 << 16):
                 if log is not None:
-                    log.write(data)
-                    log.flush()
+                    try:
+                        log.write(data)
+                    except OSError as error:  # a full disk ends the log, not the work
+                        self._err(f"minidist: {log.name} ends here: {error.strerror}".encode())
+                        log = None
                 for line in lines.feed(data):
                     take(line)
                 if lines.bar and self.shown:
@@ -561,7 +574,6 @@ class Group:
             elif self.kill_at < float("inf"):
                 continue  # being stopped already
             elif self.console.broken:
-                self.interrupted = 13  # SIGPIPE, what ends `yes | head`
                 self.stop()
             elif now > deadline:
                 self.timed_out = True
@@ -590,8 +602,9 @@ class Group:
     def ended(self, process: Process, code: int) -> None:
         self.running.remove(process)
         process.code = code
+        # Whoever has said its last words failed by itself, though we ended its leaving.
         process.ended_by_us = self.kill_at < float("inf") and code < 0 \
-            and process not in self.abandoned
+            and process not in self.abandoned and not process.held
         if process.failed:
             self.failures.append(process)
             self.failed_at = min(self.failed_at, time.monotonic())
@@ -615,6 +628,9 @@ class Group:
 
     def report(self) -> Report:
         lines = self.notes
+        if self.console.broken:
+            lines.append(f"minidist: output cannot be written: {self.console.broken}")
+            self.interrupted = self.interrupted or 13  # SIGPIPE, what ends `yes | head`
         if self.interrupted:
             name = signal.Signals(self.interrupted).name
             lines.append(f"minidist: {name}: ended {names(self.processes)}")
@@ -762,14 +778,14 @@ def job_of(flags: argparse.Namespace, server_command: Sequence[str]) -> Job:
         raise LaunchError(f"--max-restarts {flags.max_restarts}: restarting a group is not there "
                           "yet; resume from a checkpoint instead (--max-restarts 0)")
     low, _, high = flags.nnodes.partition(":")
-    if high not in ("", low) or not low.isdigit() or int(low) < 1:
+    if high not in ("", low) or not low.isdecimal() or int(low) < 1:
         raise LaunchError(f"--nnodes {flags.nnodes}: a number of machines is needed, from 1; a "
                           "group does not grow or shrink while it runs")
     machines = 1 if flags.standalone else int(low)
     count = flags.nproc_per_node
     if count in ("auto", "cpu"):
         count = str(cores())
-    if not count.isdigit():
+    if not count.isdecimal():
         raise LaunchError(f"--nproc-per-node {count}: a number is needed, or auto, or cpu")
     show = None
     if flags.local_ranks_filter:
