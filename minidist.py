@@ -33,6 +33,8 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import contextvars
+import copy
 import enum
 import functools
 import hashlib
@@ -118,31 +120,11 @@ class Tensor:
 
         def __getattr__(self, name: str) -> Any: ...
 
-        __add__: Any
-        __radd__: Any
-        __sub__: Any
-        __rsub__: Any
-        __mul__: Any
-        __rmul__: Any
-        __truediv__: Any
-        __rtruediv__: Any
-        __floordiv__: Any
-        __mod__: Any
-        __pow__: Any
-        __rpow__: Any
-        __matmul__: Any
-        __rmatmul__: Any
-        __neg__: Any
-        __lt__: Any
-        __le__: Any
-        __gt__: Any
-        __ge__: Any
-        __and__: Any
-        __or__: Any
-        __xor__: Any
-        __invert__: Any
-        __getitem__: Any
-        __setitem__: Any
+        _any: Any = None
+        __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _any
+        __rtruediv__ = __floordiv__ = __mod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _any
+        __neg__ = __lt__ = __le__ = __gt__ = __ge__ = __and__ = __or__ = __xor__ = __invert__ = _any
+        __getitem__ = __setitem__ = __float__ = __int__ = _any
 
     # -- what it is ------------------------------------------------------------------------------
 
@@ -300,12 +282,6 @@ class Tensor:
             )
         return bool(self._array.item())
 
-    def __float__(self) -> float:
-        return float(self.item())
-
-    def __int__(self) -> int:
-        return int(self.item())
-
     def __index__(self) -> int:
         if self.dtype.kind not in "iub" or self._array.size != 1:
             raise TypeError("only integer tensors of a single element can be used as an index")
@@ -351,48 +327,29 @@ class Tensor:
             )
         return self._array.item()
 
-    def tolist(self) -> Any:
-        return self._array.tolist()
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self._array.shape[dim]
-
-    def dim(self) -> int:
-        return self._array.ndim
-
-    def numel(self) -> int:
-        return self._array.size
-
-    def element_size(self) -> int:
-        return self._array.itemsize
-
-    def is_floating_point(self) -> bool:
-        return self.dtype.kind == "f"
-
-    def is_contiguous(self) -> bool:
-        return self._array.flags.c_contiguous
-
-    def contiguous(self) -> Tensor:
-        return self if self._array.flags.c_contiguous else self.clone()
-
-    def cpu(self) -> Tensor:
-        return self
-
-    def to(self, *args: Any, dtype: Any = None, **ignored: Any) -> Tensor:
+    def to(self, *args: Any, **options: Any) -> Tensor:
         """`to(dtype)`, `to(device)`, `to(other)`; the only device is the CPU."""
-        for arg in args:
-            if isinstance(arg, Tensor):
-                dtype = arg.dtype
-            elif isinstance(arg, (np.dtype, type)):
-                dtype = arg
-            elif isinstance(arg, str):
-                device(arg)
-        device(ignored.get("device") or "cpu")
-        return self if dtype is None or self.dtype == dtype else cast(self, dtype=np.dtype(dtype))
+        dtype = dtype_in(*args, **options)
+        if dtype is None or self.dtype == dtype:
+            return self.clone() if options.get("copy") else self
+        return cast(self, dtype=dtype)
 
     @property
     def device(self) -> device:
         return device("cpu")
+
+
+def dtype_in(*args: Any, dtype: Any = None, device: Any = "cpu", **ignored: Any) -> Any:
+    """The dtype that arguments of `to` ask for, or None; a device other than the CPU is refused."""
+    for arg in args:
+        if isinstance(arg, Tensor):
+            dtype = arg.dtype
+        elif isinstance(arg, (np.dtype, type)):
+            dtype = arg
+        elif isinstance(arg, str):
+            device = arg
+    globals()["device"](device or "cpu")
+    return None if dtype is None else np.dtype(dtype)
 
 
 class Size(tuple):
@@ -405,26 +362,18 @@ class Size(tuple):
         return f"minidist.Size({list(self)})"
 
 
-class device:  # noqa: N801 - PyTorch's name
+class device(str):  # noqa: N801 - PyTorch's name
     """The CPU, the only device there is. Other names raise at once instead of misleading."""
 
-    type, index = "cpu", None
+    type, index = "cpu", None  # type: ignore[assignment] # a str's index() is not missed
 
-    def __init__(self, name: Any = "cpu", index: int = 0) -> None:
+    def __new__(cls, name: Any = "cpu", index: int = 0) -> device:
         if str(name).partition(":")[0] != "cpu":
             raise RuntimeError(f"device {name!r} is not available: minidist computes on 'cpu'")
+        return super().__new__(cls, "cpu")
 
     def __repr__(self) -> str:
         return "device(type='cpu')"
-
-    def __str__(self) -> str:
-        return "cpu"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, device) or other == "cpu"
-
-    def __hash__(self) -> int:
-        return hash("cpu")
 
 
 class Handle:
@@ -544,6 +493,7 @@ def topological_order(roots: Iterable[Node | Tensor]) -> list[Node | Tensor]:
     return order
 
 
+_anomaly: ContextVar[bool] = ContextVar("anomaly", default=False)
 _callbacks: ContextVar[list | None] = ContextVar("callbacks", default=None)
 
 
@@ -626,6 +576,10 @@ def run_backward(
                 result = derivative(gradient, *arguments)
                 if result is not None:
                     part = fitted(result, edge, node)
+                    if node.where and np.isnan(to_array(part)).any():
+                        raise RuntimeError(f"{node.op.name} made the first NaN of this backward, "
+                                           f"in the gradient of its input {position}. It was "
+                                           f"called here:\n{node.where}")
                     # An array that owns its memory and is not the incoming gradient was made by
                     # the derivative (which by rule returns no saved value itself).
                     add(edge, part, part is not gradient and type(part) is np.ndarray
@@ -836,6 +790,9 @@ class enable_grad(no_grad):  # noqa: N801
     mode = True
 
 
+inference_mode = no_grad
+
+
 def is_grad_enabled() -> bool:
     return _grad_enabled.get()
 
@@ -1041,7 +998,8 @@ class Op:
         node = Node()
         node.op, node.edges, node.steps, node.static = self, edges, steps, static
         node.shape, node.dtype = result._array.shape, result._array.dtype
-        node._hooks = node.where = None
+        node._hooks = None
+        node.where = called_from() if _anomaly.get() else ""
         saved: dict[str, tuple] = {}
         node.saved = saved
         for name, source in saves:
@@ -1136,6 +1094,10 @@ def op(formula: Any = None, *, residuals: dict[str, Callable | None] | None = No
     function.op = this  # type: ignore[attr-defined]
     function.__name__ = this.name
     function.__doc__ = formula.__doc__ if not isinstance(formula, np.ufunc) else None
+    parameters = {**dict.fromkeys(this.inputs, inspect.Parameter.empty), **this.defaults}
+    function.__signature__ = inspect.Signature([  # type: ignore[attr-defined]
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
+        for name, default in parameters.items()])
     this.function = function
     if isinstance(formula, np.ufunc):
         numpy_to_op.setdefault(formula, function)
@@ -1156,10 +1118,8 @@ _default_dtype: ContextVar[np.dtype] = ContextVar("default_dtype", default=float
 def default_dtype() -> np.dtype:
     return _default_dtype.get()
 
-
 def get_default_dtype() -> np.dtype:
     return _default_dtype.get()
-
 
 def set_default_dtype(dtype: Any) -> None:
     """The dtype that Python floats become: float32, unless changed here."""
@@ -1228,42 +1188,41 @@ log1p = op(np.log1p, floats=True, x=lambda g, x: g / (x + 1))
 log2 = op(np.log2, floats=True, x=lambda g, x: g / (x * math.log(2)))
 log10 = op(np.log10, floats=True, x=lambda g, x: g / (x * math.log(10)))
 sqrt = op(np.sqrt, floats=True, x=lambda g, out: g / (out * 2))
-square = op(np.square, x=lambda g, x: g * (x * 2))
 sin = op(np.sin, floats=True, x=lambda g, x: g * np.cos(x))
 cos = op(np.cos, floats=True, x=lambda g, x: -g * np.sin(x))
 tan = op(np.tan, floats=True, x=lambda g, out: g * (1 + out * out))
 tanh = op(np.tanh, floats=True, x=lambda g, out: g * (1 - out * out))
 neg = op(np.negative, x=lambda g: -g)
 _abs = op(np.absolute, x=lambda g, x: g * np.sign(x))  # sign(0) = 0: no NaN at the kink
-sign = op(np.sign, x=lambda g: np.zeros_like(g))
-floor = op(np.floor, x=lambda g: np.zeros_like(g))
-ceil = op(np.ceil, x=lambda g: np.zeros_like(g))
-trunc = op(np.trunc, x=lambda g: np.zeros_like(g))
+floor, ceil, trunc = (op(f, x=lambda g: np.zeros_like(g)) for f in (np.floor, np.ceil, np.trunc))
 isnan, isfinite, isinf = op(np.isnan), op(np.isfinite), op(np.isinf)
-logical_not = op(np.logical_not)
-bitwise_not = op(np.invert)
+logical_not, bitwise_not = op(np.logical_not), op(np.invert)
 
+
+@op(numpy=np.sign, x=lambda g: np.zeros_like(g))
+def sign(x):
+    return x if x.dtype == bool else np.sign(x)
+
+@op(numpy=np.square, x=lambda g, x: g * (x * 2))
+def square(x):
+    return np.square(x.astype(np.int64) if x.dtype == bool else x)
 
 @op(x=lambda g: np.zeros_like(g))
 def _round(x, *, decimals=0):
     return np.round(x, decimals)
 
-
 @op(floats=True, x=lambda g, out: -g * out * out)
 def reciprocal(x):
     return 1 / x
-
 
 @op(floats=True, x=lambda g, out: g * (out * out * out) * -0.5)
 def rsqrt(x):
     return 1 / np.sqrt(x)
 
-
 @op(floats=True, x=lambda g, out: g * (out * (1 - out)))
 def sigmoid(x):
     # 1 / (1 + exp(-x)) overflows for large negative x; this form never does.
     return np.tanh(x * 0.5) * 0.5 + 0.5
-
 
 @op(floats=True, x=lambda g, x: g * (np.exp(-x * x) * (2 / math.sqrt(math.pi))))
 def erf(x):
@@ -1285,21 +1244,12 @@ ERF_BELOW = (-1.45660718464996e-05, -2.13374055278905e-04, -1.68282697438203e-03
 
 def polynomial(x: Any, coefficients: Sequence[float]) -> Any:
     """Horner's rule, the coefficient of the highest power first."""
-    total: Any = coefficients[0]
-    for coefficient in coefficients[1:]:
-        total = total * x + coefficient
-    return total
+    return functools.reduce(lambda total, coefficient: total * x + coefficient, coefficients)
 
-
-@op(x=lambda g, x, min, max: g * inside(x, min, max))
+@op(x=lambda g, x, min, max: g * (  # at the bounds it passes through (PyTorch's choice)
+    (x >= (-math.inf if min is None else min)) & (x <= (math.inf if max is None else max))))
 def _clamp(x, *, min=None, max=None):
     return np.clip(x, min, max)
-
-
-def inside(x: Any, low: float | None, high: float | None) -> Any:
-    """Where clamp passes x through; at the bounds it does (PyTorch's choice)."""
-    return (x >= (-math.inf if low is None else low)) & (x <= (math.inf if high is None else high))
-
 
 def clamp(input: Tensor, min: Any = None, max: Any = None) -> Tensor:
     if isinstance(min, Tensor) or isinstance(max, Tensor):
@@ -1320,15 +1270,16 @@ true_divide = op(np.true_divide, floats=True, x=lambda g, y: g / y,
 arctan2 = op(np.arctan2, floats=True, x=lambda g, x, y: g * y / (x * x + y * y),
              y=lambda g, x, y: -g * x / (x * x + y * y))
 # floor((x / y)) moves in jumps; the remainder is x - y * floor(x / y).
-floor_divide = op(np.floor_divide, x=lambda g: np.zeros_like(g), y=lambda g: np.zeros_like(g))
-remainder = op(np.remainder, x=lambda g: g, y=lambda g, x, y: -g * np.floor(x / y))
-fmod = op(np.fmod, x=lambda g: g, y=lambda g, x, y: -g * np.trunc(x / y))
+floor_divide = op(np.floor_divide, quiet=True, x=lambda g: np.zeros_like(g),
+                  y=lambda g: np.zeros_like(g))
+remainder = op(np.remainder, quiet=True, x=lambda g: g, y=lambda g, x, y: -g * np.floor(x / y))
+fmod = op(np.fmod, quiet=True, x=lambda g: g, y=lambda g, x, y: -g * np.trunc(x / y))
 # Where both are equal each gets half, so that the gradient sums to g.
 maximum = op(np.maximum, x=lambda g, x, y: g * (x > y) + g * (x == y) * 0.5,
              y=lambda g, x, y: g * (y > x) + g * (x == y) * 0.5)
 minimum = op(np.minimum, x=lambda g, x, y: g * (x < y) + g * (x == y) * 0.5,
              y=lambda g, x, y: g * (y < x) + g * (x == y) * 0.5)
-logaddexp = op(np.logaddexp, x=lambda g, x, out: g * np.exp(x - out),
+logaddexp = op(np.logaddexp, floats=True, x=lambda g, x, out: g * np.exp(x - out),
                y=lambda g, y, out: g * np.exp(y - out))
 eq, ne = op(np.equal), op(np.not_equal)
 lt, le, gt, ge = op(np.less), op(np.less_equal), op(np.greater), op(np.greater_equal)
@@ -1339,20 +1290,15 @@ bitwise_and, bitwise_or, bitwise_xor = op(np.bitwise_and), op(np.bitwise_or), op
 def add(input: Any, other: Any, *, alpha: float = 1) -> Tensor:
     return _add(input, other if alpha == 1 else other * alpha)
 
-
 def sub(input: Any, other: Any, *, alpha: float = 1) -> Tensor:
     return _sub(input, other if alpha == 1 else other * alpha)
 
-
 def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Tensor:
-    if rounding_mode is None:
-        return true_divide(input, other)
-    if rounding_mode == "floor":
-        return floor_divide(input, other)
+    if rounding_mode not in (None, "trunc", "floor"):
+        raise ValueError(f"rounding_mode must be None, 'trunc' or 'floor', not {rounding_mode!r}")
     if rounding_mode == "trunc":
-        quotient = trunc(true_divide(input, other))
-        return quotient.to(result_type(input, other))
-    raise ValueError(f"rounding_mode must be None, 'trunc' or 'floor', not {rounding_mode!r}")
+        return trunc(true_divide(input, other)).to(result_type(input, other))
+    return (floor_divide if rounding_mode else true_divide)(input, other)
 
 
 @op(quiet=True, numpy=np.power, x=lambda g, x, y: g * (y * power(x, y - (y != 0))),
@@ -1361,10 +1307,8 @@ def power(x, y):
     # The slopes avoid 0 * inf: x**0 is flat in x, also at x = 0, and where x = 0 the result
     # does not depend on y > 0, so its logarithm is taken of 1 there.
     if isinstance(y, (int, float)):  # NumPy's power is 300 times slower than products
-        if y == 2:
-            return x * x
-        if y == 3:
-            return x * x * x
+        if y in (2, 3):
+            return x * x if y == 2 else x * x * x
         if y == 0.5:
             return np.sqrt(x)
     return np.power(x, y)
@@ -1375,20 +1319,15 @@ def power(x, y):
 def _where(condition, x, y):
     return np.where(condition, x, y)
 
-
 def where(condition: Any, input: Any = None, other: Any = None) -> Any:
     """Elements of input where the condition holds, else of other. (An infinite or NaN branch
     that is not selected still multiplies its own gradient by zero: give the inner op a safe
     input with a where of its own.)"""
     if input is None:
-        return tuple(wrap(i) for i in np.nonzero(to_array(condition)))
+        return tuple(wrap(i) for i in np.nonzero(np.atleast_1d(to_array(condition))))
     if not any(isinstance(x, Tensor) for x in (input, other)):
         input = tensor(input)
     return _where(condition, input, other)
-
-
-def lerp(input: Tensor, end: Tensor, weight: Any) -> Tensor:
-    return input + weight * (end - input)
 
 
 # -- movement: the same elements elsewhere ---------------------------------------------------------
@@ -1400,21 +1339,17 @@ def lerp(input: Tensor, end: Tensor, weight: Any) -> Tensor:
 def _reshape(x, *, shape):
     return np.reshape(x, shape)
 
-
 @op(view=True, numpy=np.transpose, x=lambda g, axes: np.transpose(g, tuple(np.argsort(axes))))
 def _permute(x, *, axes=None):
     return np.transpose(x, axes)
-
 
 @op(view=True, numpy=np.broadcast_to, x=lambda g: g)  # `fitted` sums what was repeated
 def _expand(x, *, shape):
     return np.broadcast_to(x, shape)
 
-
 @op(view=True, x=lambda g, x_shape, index: index_add_to(g, shape=x_shape, index=index))
 def _getitem(x, *, index):
     return x[index]
-
 
 @op(x=lambda g, index: g[index])
 def index_add_to(x, *, shape, index):
@@ -1426,13 +1361,10 @@ def index_add_to(x, *, shape, index):
         out[index] = x
     return out
 
-
 def without(g: Any, path: tuple) -> Any:
     g = np.copy(g)
-    hole = follow(g, path)
-    hole[...] = 0
+    follow(g, path)[...] = 0
     return g
-
 
 @op(base=lambda g, path: without(g, path), value=lambda g, path: follow(g, path))
 def overwrite(base, value, *, path):
@@ -1441,7 +1373,6 @@ def overwrite(base, value, *, path):
     follow(base, path)[...] = value
     return base
 
-
 @op(x=lambda g, index: replaced(g, np.zeros(1, g.dtype), index=index),
     value=lambda g, index: g[index])
 def replaced(x, value, *, index):
@@ -1449,38 +1380,29 @@ def replaced(x, value, *, index):
     x[index] = value
     return x
 
-
 @op(xs=lambda g, i, shapes, axis: part(g, i, shapes, axis))
 def _cat(*xs, axis=0):
     return np.concatenate(xs, axis)
 
-
 def part(g: Any, i: int, shapes: Sequence[tuple], axis: int) -> Any:
     start = sum(shape[axis] for shape in shapes[:i])
-    window = [slice(None)] * g.ndim
-    window[axis] = slice(start, start + shapes[i][axis])
-    return g[tuple(window)]
-
+    return g[(slice(None),) * axis + (slice(start, start + shapes[i][axis]),)]
 
 @op(numpy=np.flip, x=lambda g, axis: np.flip(g, axis))
 def _flip(x, *, axis):
     return np.flip(x, axis).copy()
 
-
 @op(x=lambda g, axis, shift: _roll(g, shift=tuple(-s for s in shift), axis=axis))
 def _roll(x, *, shift, axis):
     return np.roll(x, shift, axis)
-
 
 @op(x=lambda g, widths: g[tuple(slice(a, g.shape[i] - b) for i, (a, b) in enumerate(widths))])
 def _pad(x, *, widths, value=0.0):
     return np.pad(x, widths, constant_values=value)
 
-
 @op(x=lambda g, x_shape, index, dim: scatter_add_to(g, shape=x_shape, index=index, dim=dim))
 def _gather(x, *, index, dim):
     return x[along(index, dim)]
-
 
 @op(x=lambda g, index, dim: _gather(g, index=index, dim=dim))
 def scatter_add_to(x, *, shape, index, dim):
@@ -1488,12 +1410,24 @@ def scatter_add_to(x, *, shape, index, dim):
     np.add.at(out, along(index, dim), x)
     return out
 
-
 def along(index: np.ndarray, dim: int) -> tuple:
     """The full index whose dimension `dim` is taken from index, the others from where it is."""
     grid = list(np.ogrid[tuple(slice(n) for n in index.shape)])
     grid[dim] = index
     return tuple(grid)
+
+@op(view=True, x=lambda g, x_shape, offset, dim1, dim2:
+    on_diagonal(g, shape=x_shape, offset=offset, dim1=dim1, dim2=dim2))
+def _diagonal(x, *, offset, dim1, dim2):
+    return np.diagonal(x, offset, dim1, dim2)
+
+@op(x=lambda g, offset, dim1, dim2: _diagonal(g, offset=offset, dim1=dim1, dim2=dim2))
+def on_diagonal(x, *, shape, offset, dim1, dim2):
+    out = np.zeros(shape, x.dtype)
+    line = np.diagonal(out, offset, dim1, dim2)
+    line.flags.writeable = True  # NumPy marks diagonals read-only, this one is ours
+    line[...] = x
+    return out
 
 
 @op(view=True, x=lambda g, x_shape, kernel, stride, dilation:
@@ -1504,11 +1438,8 @@ def windows(x, *, kernel, stride, dilation):
     The place p and the offset k in the kernel show the element p * stride + k * dilation."""
     n = len(kernel)
     span = tuple((k - 1) * d + 1 for k, d in zip(kernel, dilation))
-    axes = tuple(range(x.ndim - n, x.ndim))
-    views = np.lib.stride_tricks.sliding_window_view(x, span, axes)
-    places = tuple(slice(None, None, s) for s in stride)
-    offsets = tuple(slice(None, None, d) for d in dilation)
-    return views[(..., *places, *offsets)]
+    views = np.lib.stride_tricks.sliding_window_view(x, span, tuple(range(x.ndim - n, x.ndim)))
+    return views[(..., *(slice(None, None, s) for s in (*stride, *dilation)))]
 
 
 @op(x=lambda g, x_shape, stride, dilation:
@@ -1553,15 +1484,15 @@ def spread(g: Any, shape: tuple[int, ...], axes: Any, keepdims: bool = False) ->
         g = np.reshape(g, tuple(1 if i in axes else n for i, n in enumerate(shape)))
     return np.broadcast_to(g, shape)
 
+def count(shape: tuple[int, ...], axis: Any) -> int:
+    return math.prod(shape[a] for a in axes_of(axis, len(shape)))
 
 def sum_dtype(x: Any) -> np.dtype:
     return x.dtype if x.dtype.kind == "f" else int64
 
-
 @op(numpy=np.sum, x=lambda g, x_shape, axis, keepdims: spread(g, x_shape, axis, keepdims))
 def _sum(x, *, axis=None, keepdims=False):
     return np.sum(x, axis=axis, keepdims=keepdims, dtype=sum_dtype(x))
-
 
 @op(numpy=np.mean, x=lambda g, x_shape, axis, keepdims:
     spread(g / count(x_shape, axis), x_shape, axis, keepdims))
@@ -1570,67 +1501,55 @@ def _mean(x, *, axis=None, keepdims=False):
         return np.sum(x, axis=axis, keepdims=keepdims) * x.dtype.type(math.nan)
     return np.mean(x, axis=axis, keepdims=keepdims)
 
-
-def count(shape: tuple[int, ...], axis: Any) -> int:
-    return math.prod(shape[a] for a in axes_of(axis, len(shape)))
-
-
 @op(x=lambda g, x, out, axis, keepdims:
     spread(g, x.shape, axis, keepdims) * others(x, out, axis, keepdims))
 def _prod(x, *, axis=None, keepdims=False):
     return np.prod(x, axis=axis, keepdims=keepdims, dtype=sum_dtype(x))
 
 
-def others(x: Any, out: Any, axis: int | None, keepdims: bool) -> Any:
+def others(x: Any, out: Any, axis: Any, keepdims: bool) -> Any:
     """For each element the product of all the others: out / x, except that 0 / 0 says nothing,
     so where there is a zero each row is multiplied anew without the element in question."""
     if to_array(x).all():
         return spread(out, x.shape, axis, keepdims) / x
-    rows = np.reshape(x, (1, -1)) if axis is None else np.swapaxes(x, axis, -1)
+    one = len(axis) == 1
+    rows = np.swapaxes(x, axis[0], -1) if one else np.reshape(x, (1, -1))
     n = rows.shape[-1]
     rows = np.broadcast_to(np.expand_dims(rows, -2), rows.shape[:-1] + (n, n))
-    product = _prod(np.where(np.eye(n, dtype=bool), 1, rows), axis=rows.ndim - 1)
-    return np.reshape(product, x.shape) if axis is None else np.swapaxes(product, axis, -1)
-
-
-@op(numpy=np.max, x=lambda g, x, out, axis, keepdims: evenly(g, x, out, axis, keepdims))
-def _amax(x, *, axis=None, keepdims=False):
-    return np.max(x, axis=axis, keepdims=keepdims)
-
-
-@op(numpy=np.min, x=lambda g, x, out, axis, keepdims: evenly(g, x, out, axis, keepdims))
-def _amin(x, *, axis=None, keepdims=False):
-    return np.min(x, axis=axis, keepdims=keepdims)
+    product = _prod(np.where(np.eye(n, dtype=bool), 1, rows), axis=(rows.ndim - 1,))
+    return np.swapaxes(product, axis[0], -1) if one else np.reshape(product, x.shape)
 
 
 def evenly(g: Any, x: Any, out: Any, axis: Any, keepdims: bool) -> Any:
     """Split the gradient between all elements that are the extreme, so that it sums to g."""
     ties = (x == spread(out, x.shape, axis, keepdims)) * 1.0
-    share = ties / np.sum(ties, axis=axis, keepdims=True)
-    return spread(g, x.shape, axis, keepdims) * share
+    return spread(g, x.shape, axis, keepdims) * (ties / np.sum(ties, axis=axis, keepdims=True))
 
+@op(numpy=np.max, x=lambda g, x, out, axis, keepdims: evenly(g, x, out, axis, keepdims))
+def _amax(x, *, axis=None, keepdims=False):
+    return np.max(x, axis=axis, keepdims=keepdims)
+
+@op(numpy=np.min, x=lambda g, x, out, axis, keepdims: evenly(g, x, out, axis, keepdims))
+def _amin(x, *, axis=None, keepdims=False):
+    return np.min(x, axis=axis, keepdims=keepdims)
 
 @op(numpy=np.cumsum, x=lambda g, axis: np.flip(np.cumsum(np.flip(g, axis), axis), axis))
 def _cumsum(x, *, axis):
     return np.cumsum(x, axis=axis, dtype=sum_dtype(x))
 
-
-@op(x=lambda g, x, out, axis, keepdims: spread(g, x.shape, axis, keepdims)
+@op(floats=True, x=lambda g, x, out, axis, keepdims: spread(g, x.shape, axis, keepdims)
     * np.exp(x - spread(out, x.shape, axis, keepdims)))
 def _logsumexp(x, *, axis, keepdims=False):
     # Shifted by the maximum, so that exp cannot overflow; an infinite one cannot be subtracted.
     top = np.max(x, axis=axis, keepdims=True, initial=-math.inf)
     top = np.where(np.isfinite(top), top, 0).astype(x.dtype)
-    with np.errstate(divide="ignore"):  # the log of a sum of nothing is -inf
-        out = np.log(np.sum(np.exp(x - top), axis=axis, keepdims=True)) + top
+    out = np.log(np.sum(np.exp(x - top), axis=axis, keepdims=True)) + top
     return out if keepdims else np.squeeze(out, axis)
-
 
 @op(quiet=True, x=lambda g, out, dim: out * (g - np.sum(g * out, axis=dim, keepdims=True)))
 def _softmax(x, *, dim):
     e = np.exp(x - np.max(x, axis=dim, keepdims=True, initial=-math.inf))
     return e / np.sum(e, axis=dim, keepdims=True)
-
 
 @op(quiet=True, x=lambda g, out, dim: g - np.exp(out) * np.sum(g, axis=dim, keepdims=True))
 def _log_softmax(x, *, dim):
@@ -1645,7 +1564,6 @@ def _log_softmax(x, *, dim):
     * (x / spread(np.where(out == 0, 1, out), x.shape, axis, keepdims)))
 def _norm2(x, *, axis=None, keepdims=False):
     return np.sqrt(np.sum(x * x, axis=axis, keepdims=keepdims))
-
 
 @op(x=lambda g, x, out, p, axis, keepdims: spread(g, x.shape, axis, keepdims) * np.sign(x)
     * (np.where(x == 0, 1, np.abs(x))
@@ -1662,13 +1580,12 @@ def _norm(x, *, p, axis=None, keepdims=False):
 def _matmul(x, y):
     return np.matmul(x, y)
 
-
 def all_rows(x: Any) -> Any:
     """All rows of a batch of matrices as one matrix: one product then sums over the batch."""
-    return x if x.ndim == 2 else np.reshape(x, (-1, x.shape[-1]))
+    return x if x.ndim == 2 else np.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))
 
 
-def matmul(input: Tensor, other: Tensor) -> Tensor:
+def matmul(input: Any, other: Any) -> Tensor:
     """Products of matrices (..., n, k) @ (..., k, m); a vector counts as a row or a column."""
     x, y = (v if isinstance(v, Tensor) else wrap(v) for v in (input, other))
     if not x.ndim or not y.ndim:
@@ -1687,30 +1604,84 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
     return out.squeeze(-1 if y.ndim == 1 else -2) if x.ndim == 1 else out
 
 
-def dot(input: Tensor, other: Tensor) -> Tensor:
-    if input.ndim != 1 or other.ndim != 1:
-        raise RuntimeError(f"dot takes vectors, not shapes {tuple(input.shape)} and "
-                           f"{tuple(other.shape)}: use matmul")
-    return matmul(input, other)
+def product(name: str, *dims: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """matmul for inputs of exactly these numbers of dimensions."""
+
+    def multiply(input: Tensor, other: Tensor) -> Tensor:
+        if (input.ndim, other.ndim) != dims:
+            kinds = ("", "vectors", "matrices", "batches of matrices")
+            what = " and ".join(dict.fromkeys(kinds[n] for n in dims))
+            raise RuntimeError(f"{name} takes {what}, not shapes {tuple(input.shape)} and "
+                               f"{tuple(other.shape)}: use matmul")
+        return matmul(input, other)
+
+    return multiply
 
 
-def outer(input: Tensor, vec2: Tensor) -> Tensor:
-    return input.unsqueeze(1) * vec2.unsqueeze(0)
+def einsum(equation: str, *operands: Any) -> Tensor:
+    """Sums of products by index letters: einsum("bij,bjk->bik", x, y) is a batch of products.
+
+    The operands are taken two at a time; an index that later operands and the result do not
+    mention is summed at once."""
+    tensors = list(operands[0] if isinstance(operands[0], (list, tuple)) else operands)
+    terms, result = einsum_terms(equation, tensors)
+    for k, (term, x) in enumerate(zip(terms, tensors)):
+        for letter in set(term):
+            while term.count(letter) > 1:  # a repeated index walks along a diagonal
+                first, second = term.index(letter), term.rindex(letter)
+                x = x.diagonal(0, first, second)
+                term = term[:first] + term[first + 1 : second] + term[second + 1 :] + letter
+        terms[k], tensors[k] = term, x
+    term, x = terms[0], tensors[0]
+    for k in range(1, len(terms)):
+        later = "".join(terms[k + 1 :]) + result
+        x, term = sum_alone(x, term, terms[k] + later)
+        y, other = sum_alone(tensors[k], terms[k], term + later)
+        out = "".join(dict.fromkeys(i for i in term + other if i in later))
+        x, term = _einsum(x, y, a=term, b=other, c=out), out
+    x, term = sum_alone(x, term, result)
+    return permute(x, [term.index(i) for i in result])
 
 
-def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
-    return input * beta + matmul(mat1, mat2) * alpha
+def einsum_terms(equation: str, tensors: list[Tensor]) -> tuple[list[str], str]:
+    """The index letters of each operand and of the result, with the ellipsis spelled out."""
+    left, arrow, result = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if len(terms) != len(tensors):
+        raise RuntimeError(f"einsum {equation!r} names {len(terms)} operands, got {len(tensors)}")
+    named = [len(t.replace("...", "")) for t in terms]
+    extra = max((x.ndim - n for x, n, t in zip(tensors, named, terms) if "..." in t), default=0)
+    spare = [c for c in map(chr, range(65, 123)) if c.isalpha() and c not in equation][:extra]
+    for i, (term, x, n) in enumerate(zip(terms, tensors, named)):
+        if x.ndim != n and not ("..." in term and x.ndim > n):
+            raise RuntimeError(f"einsum {equation!r}: operand {i} has {x.ndim} dimensions")
+        terms[i] = term.replace("...", "".join(spare[extra - (x.ndim - n):]))
+    if not arrow:
+        letters = "".join(terms)
+        result = "..." + "".join(sorted(c for c in set(letters) - set(spare)
+                                        if letters.count(c) == 1))
+    return terms, result.replace("...", "".join(spare))
+
+
+def sum_alone(x: Tensor, term: str, others: str) -> tuple[Tensor, str]:
+    alone = [i for i, letter in enumerate(term) if letter not in others]
+    return (x.sum(alone) if alone else x), "".join(c for c in term if c in others)
+
+@op(x=lambda g, y, a, b, c: _einsum(g, y, a=c, b=b, c=a),
+    y=lambda g, x, a, b, c: _einsum(x, g, a=a, b=c, c=b))
+def _einsum(x, y, *, a, b, c):
+    return np.einsum(f"{a},{b}->{c}", x, y, optimize=True)
 
 
 # NumPy's names for movement, as the derivatives above use them on tensors.
-numpy_to_op.update({
+numpy_to_op |= {
     np.expand_dims: lambda x, axis: x.unsqueeze(axis),
     np.squeeze: lambda x, axis: x.squeeze(axis),
     np.concatenate: lambda xs, axis=0: _cat(*xs, axis=axis),
     np.swapaxes: lambda x, a, b: x.transpose(a, b),
     np.zeros_like: lambda x: x.new_zeros(x.shape),
     np.copy: lambda x: x.clone(),
-})
+}
 
 
 # -- making tensors --------------------------------------------------------------------------------
@@ -1738,7 +1709,6 @@ def first_leaf(data: Any) -> Any:
         data = data[0]
     return data
 
-
 def as_tensor(data: Any, dtype: Any = None, device: Any = None) -> Tensor:
     """Like tensor, but without a copy where none is needed."""
     if isinstance(data, Tensor):
@@ -1747,25 +1717,11 @@ def as_tensor(data: Any, dtype: Any = None, device: Any = None) -> Tensor:
         return wrap(data if dtype is None else data.astype(dtype, copy=False))
     return tensor(data, dtype=dtype)
 
-
 def from_numpy(array: np.ndarray) -> Tensor:
     """A tensor that shares the array's memory."""
     if not isinstance(array, np.ndarray):
         raise TypeError(f"from_numpy takes an ndarray, not {type(array).__name__}")
     return wrap(array)
-
-
-def factory(make: Callable[..., np.ndarray]) -> Callable[..., Tensor]:
-    """zeros(2, 3), zeros((2, 3)), and dtype, device and requires_grad for each."""
-
-    def create(*size: Any, dtype: Any = None, device: Any = None, requires_grad: bool = False,
-               **options: Any) -> Tensor:
-        shape = sizes(size)
-        array = make(shape, dtype or default_dtype(), **options)
-        return wrap(array).requires_grad_(requires_grad)
-
-    return create
-
 
 def sizes(args: Sequence[Any]) -> tuple[int, ...]:
     """(2, 3) from f(2, 3), f((2, 3)) and f([2, 3])."""
@@ -1774,44 +1730,47 @@ def sizes(args: Sequence[Any]) -> tuple[int, ...]:
     return tuple(int(n) for n in args)
 
 
-zeros, ones, empty = factory(np.zeros), factory(np.ones), factory(np.empty)
+def factory(make: Callable[..., np.ndarray]) -> Callable[..., Tensor]:
+    """A function that makes tensors, with dtype, device and requires_grad, from one that makes
+    arrays; `size` is then given as (2, 3) or as 2, 3."""
+    takes_size = names_of(make)[:2] == ("size", "dtype")
 
-
-def full(size: Sequence[int], fill_value: Any, *, dtype: Any = None, device: Any = None,
-         requires_grad: bool = False) -> Tensor:
-    dtype = dtype or tensor(fill_value).dtype
-    return wrap(np.full(size, fill_value, dtype)).requires_grad_(requires_grad)
-
-
-def arange(*bounds: Any, dtype: Any = None, device: Any = None,
-           requires_grad: bool = False) -> Tensor:
-    bounds = tuple(b.item() if isinstance(b, Tensor) else b for b in bounds)
-    if dtype is None:
-        dtype = int64 if all(isinstance(b, (int, np.integer)) for b in bounds) else default_dtype()
-    return wrap(np.arange(*bounds).astype(dtype)).requires_grad_(requires_grad)
-
-
-def linspace(start: float, end: float, steps: int, *, dtype: Any = None, device: Any = None,
-             requires_grad: bool = False) -> Tensor:
-    array = np.linspace(start, end, steps).astype(dtype or default_dtype())
-    return wrap(array).requires_grad_(requires_grad)
-
-
-def eye(n: int, m: int | None = None, *, dtype: Any = None, device: Any = None,
-        requires_grad: bool = False) -> Tensor:
-    return wrap(np.eye(n, m, dtype=dtype or default_dtype())).requires_grad_(requires_grad)
-
-
-def like(make: Callable[..., Any]) -> Callable[..., Tensor]:
-    """zeros_like from zeros, and so on: the shape and dtype of another tensor."""
-
-    def create(input: Tensor, *args: Any, dtype: Any = None, **options: Any) -> Tensor:
-        return make(input.shape, *args, dtype=dtype or input.dtype, **options)
+    def create(*args: Any, dtype: Any = None, device: Any = None, requires_grad: bool = False,
+               **options: Any) -> Tensor:
+        if takes_size:
+            args = (sizes(args or (options.pop("size"),)),)
+        args = tuple(a.item() if isinstance(a, Tensor) else a for a in args)
+        return wrap(make(*args, dtype=dtype, **options)).requires_grad_(requires_grad)
 
     return create
 
 
-zeros_like, ones_like, empty_like, full_like = map(like, (zeros, ones, empty, full))
+zeros = factory(lambda size, dtype: np.zeros(size, dtype or default_dtype()))
+ones = factory(lambda size, dtype: np.ones(size, dtype or default_dtype()))
+empty = factory(lambda size, dtype: np.empty(size, dtype or default_dtype()))
+eye = factory(lambda n, m=None, dtype=None: np.eye(n, m, dtype=dtype or default_dtype()))
+
+
+@factory
+def full(size, fill_value, dtype):
+    return np.full(size, to_array(fill_value), dtype or tensor(fill_value).dtype)
+
+@factory
+def arange(start, end=None, step=1, dtype=None):
+    start, end = (0, start) if end is None else (start, end)
+    whole = all(isinstance(b, (int, np.integer)) for b in (start, end, step))
+    dtype = dtype or (int64 if whole else default_dtype())
+    if np.dtype(dtype).kind in "iu":  # as PyTorch: the bounds are cut to integers first
+        start, end, step = int(start), int(end), int(step)
+    return np.arange(start, end, step).astype(dtype)
+
+@factory
+def linspace(start, end, steps, dtype):
+    dtype = np.dtype(dtype or default_dtype())
+    if dtype.kind in "iu":
+        start, end = int(start), int(end)
+    return np.trunc(np.linspace(start, end, steps)).astype(dtype) if dtype.kind in "iu" else \
+        np.linspace(start, end, steps).astype(dtype)
 
 
 # -- random numbers --------------------------------------------------------------------------------
@@ -1823,7 +1782,7 @@ class Generator:
     def __init__(self, device: Any = "cpu") -> None:
         self.numpy = np.random.default_rng()
 
-    def manual_seed(self, seed: int) -> Generator:
+    def manual_seed(self, seed: Any) -> Generator:
         self.numpy = np.random.default_rng(seed)
         return self
 
@@ -1843,55 +1802,70 @@ def manual_seed(seed: int) -> Generator:
     _generator.set(Generator().manual_seed(seed))
     return _generator.get()
 
-
 def rng(generator: Generator | None = None) -> np.random.Generator:
     return (generator or _generator.get()).numpy
 
+def drawn(draw: Callable, size: tuple, dtype: Any) -> np.ndarray:
+    dtype = np.dtype(dtype or default_dtype())  # float16 is drawn as float32 and rounded
+    return np.asarray(draw(size, np.float64 if dtype == float64 else np.float32)).astype(dtype)
 
-def random_factory(draw: Callable[..., np.ndarray]) -> Callable[..., Tensor]:
-    def make(shape: tuple, dtype: Any, generator: Generator | None = None) -> np.ndarray:
-        return np.asarray(draw(rng(generator), shape)).astype(dtype, copy=False)
+@factory
+def rand(size, dtype, generator=None):
+    return drawn(rng(generator).random, size, dtype)
 
-    return factory(make)
+@factory
+def randn(size, dtype, generator=None):
+    return drawn(rng(generator).standard_normal, size, dtype)
 
+@factory
+def randint(low, high, size=None, dtype=None, generator=None):
+    low, high, size = (0, low, high) if size is None else (low, high, size)  # or (high, size)
+    return np.asarray(rng(generator).integers(low, high, tuple(size))).astype(dtype or int64)
 
-rand = random_factory(lambda g, shape: g.random(shape, np.float32))
-randn = random_factory(lambda g, shape: g.standard_normal(shape, np.float32))
-rand_like, randn_like = like(rand), like(randn)
+@factory
+def randperm(n, dtype=None, generator=None):
+    return rng(generator).permutation(n).astype(dtype or int64)
 
-
-def randint(low: int, high: Any, size: Any = None, *, dtype: Any = int64,
-            generator: Generator | None = None) -> Tensor:
-    if size is None:  # randint(high, size)
-        low, high, size = 0, low, high
-    return wrap(rng(generator).integers(low, high, tuple(size)).astype(dtype))
-
-
-def randperm(n: int, *, generator: Generator | None = None) -> Tensor:
-    return wrap(rng(generator).permutation(n))
-
-
-def normal(mean: Any, std: Any, size: Any = None, *, generator: Generator | None = None) -> Tensor:
-    shape = np.broadcast_shapes(np.shape(mean), np.shape(std)) if size is None else tuple(size)
-    return randn(shape, generator=generator) * std + mean
-
+def normal(mean: Any, std: Any = 1.0, size: Any = None, *, generator: Generator | None = None,
+           **options: Any) -> Tensor:
+    shape = np.broadcast_shapes(*(to_array(x).shape for x in (mean, std))) if size is None else size
+    dtypes = [x.dtype for x in (mean, std) if isinstance(x, Tensor)]
+    options = {"dtype": dtypes[0], **options} if dtypes else options
+    return randn(shape, generator=generator, **options) * std + mean
 
 def bernoulli(input: Tensor, *, generator: Generator | None = None) -> Tensor:
-    draws = rng(generator).random(input.shape) < input._array
-    return wrap(draws.astype(input.dtype))
-
+    return wrap((rng(generator).random(input.shape) < input._array).astype(input.dtype))
 
 def multinomial(input: Tensor, num_samples: int, replacement: bool = False, *,
                 generator: Generator | None = None) -> Tensor:
     """Draw indices with probabilities proportional to each row of input."""
-    rows = np.atleast_2d(input._array).astype(np.float64)
-    if (rows < 0).any() or not np.isfinite(rows).all() or not (rows.sum(-1) > 0).all():
+    weights = np.atleast_2d(input._array).astype(np.float64)
+    if (weights < 0).any() or not np.isfinite(weights).all() or not (weights.sum(-1) > 0).all():
         raise RuntimeError("multinomial needs weights that are finite, not negative, and not all 0")
-    draws = np.stack([
-        rng(generator).choice(rows.shape[1], num_samples, replacement, row / row.sum())
-        for row in rows
-    ])
+    draws = np.stack([rng(generator).choice(len(row), num_samples, replacement, row / row.sum())
+                      for row in weights])
     return wrap(draws if input.ndim > 1 else draws[0])
+
+
+def like(make: Callable[..., Any]) -> Callable[..., Tensor]:
+    """zeros_like from zeros, and so on: the shape and dtype of another tensor."""
+
+    def create(input: Tensor, *args: Any, dtype: Any = None, **options: Any) -> Tensor:
+        return make(input.shape, *args, dtype=dtype or input.dtype, **options)
+
+    return create
+
+
+def new(make: Callable[..., Any]) -> Callable[..., Tensor]:
+    """x.new_zeros(2, 3) from zeros: another shape, the same dtype."""
+    return lambda self, *args, dtype=None, **options: \
+        make(*args, dtype=dtype or self.dtype, **options)
+
+
+zeros_like, ones_like, empty_like, full_like, rand_like, randn_like = map(
+    like, (zeros, ones, empty, full, rand, randn))
+randint_like = like(lambda shape, low, high=None, **options: randint(
+    *((0, low) if high is None else (low, high)), shape, **options))
 
 
 # -- functions and methods -------------------------------------------------------------------------
@@ -1899,39 +1873,6 @@ def multinomial(input: Tensor, num_samples: int, replacement: bool = False, *,
 # What follows gives the ops above PyTorch's signatures. Each is written once, as a function of a
 # tensor, and becomes a method too. Names that would hide Python's own (sum, max, abs ...) exist
 # only as methods and as `minidist.sum` (section 8), never as globals of this file.
-
-
-def reduction(reduce: Callable, floats: bool = False) -> Callable[..., Tensor]:
-    """sum(dim, keepdim) from the op with NumPy's axis and keepdims."""
-
-    def method(self: Tensor, dim: Dims = None, keepdim: bool = False, *,
-               dtype: Any = None) -> Tensor:
-        x = self if dtype is None else self.to(dtype)
-        if floats and x.dtype.kind != "f":
-            raise RuntimeError(f"{reduce.__name__.strip('_')} needs a floating point tensor, this "
-                               f"one is {x.dtype}: convert it with .float() first")
-        return reduce(x, axis=axes_of(dim, x.ndim), keepdims=keepdim)
-
-    return method
-
-
-def extreme(amax: Callable, arg: Callable, pairwise: Callable) -> Callable[..., Any]:
-    """max(): the largest of all; max(dim): values and indices; max(other): elementwise."""
-
-    def method(self: Tensor, dim: Any = None, keepdim: bool = False, *, other: Any = None) -> Any:
-        if isinstance(dim, Tensor) or other is not None:
-            return pairwise(self, dim if other is None else other)
-        if dim is None:
-            return amax(self)
-        if not self.ndim:
-            return ValuesIndices(self, wrap(np.zeros((), np.int64)))
-        index = np.expand_dims(arg(self._array, axis=dim), dim)
-        values = _gather(self, index=index, dim=dim % self.ndim)
-        if not keepdim:
-            return ValuesIndices(values.squeeze(dim), wrap(np.squeeze(index, dim)))
-        return ValuesIndices(values, wrap(index))
-
-    return method
 
 
 class ValuesIndices(tuple):
@@ -1944,18 +1885,61 @@ class ValuesIndices(tuple):
     indices = property(lambda self: self[1])
 
 
-def arg_extreme(arg: Callable) -> Callable[..., Tensor]:
-    def method(self: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-        return wrap(arg(self._array, axis=dim, keepdims=keepdim))
+def scalars_too(function: Callable) -> Callable:
+    """The function also for a tensor of no dimensions, as if it had one, of one element."""
+
+    @functools.wraps(function)
+    def method(self: Tensor, *args: Any, **options: Any) -> Any:
+        if self.ndim:
+            return function(self, *args, **options)
+        args = tuple(a.reshape(-1) if isinstance(a, Tensor) else a for a in args)
+        result = function(self.reshape(1), *args, **options)
+        return result.reshape(()) if isinstance(result, Tensor) else \
+            ValuesIndices(*(r.reshape(()) for r in result))
 
     return method
 
+
+def reduction(reduce: Callable, floats: bool = False) -> Callable[..., Tensor]:
+    """sum(dim, keepdim) from the op with NumPy's axis and keepdims."""
+
+    def method(self: Tensor, dim: Dims = None, keepdim: bool = False, *,
+               dtype: Any = None) -> Tensor:
+        x = self if dtype is None else self.to(dtype)
+        if floats and x.dtype.kind != "f":
+            raise RuntimeError(f"{reduce.__name__.strip('_')} needs a floating point tensor, this "
+                               f"one is {x.dtype}: convert it with .float() first")
+        result = reduce(x, axis=axes_of(dim, x.ndim), keepdims=keepdim)
+        return result if dtype is None else result.to(dtype)
+
+    return method
+
+
+def extreme(amax: Callable, arg: Callable, pairwise: Callable) -> Callable[..., Any]:
+    """max(): the largest of all; max(dim): values and indices; max(other): elementwise."""
+
+    @scalars_too
+    def along_dim(self: Tensor, dim: int, keepdim: bool = False) -> ValuesIndices:
+        index = wrap(arg(self._array, axis=dim, keepdims=True))
+        found = ValuesIndices(gather(self, dim, index), index)
+        return found if keepdim else ValuesIndices(*(t.squeeze(dim) for t in found))
+
+    def method(self: Tensor, dim: Any = None, keepdim: bool = False, *,
+               other: Any = None) -> Any:
+        if isinstance(dim, Tensor) or other is not None:
+            return pairwise(self, dim if other is None else other)
+        return amax(self) if dim is None else along_dim(self, dim, keepdim)
+
+    return method
+
+
+def arg_extreme(arg: Callable) -> Callable[..., Tensor]:
+    return lambda self, dim=None, keepdim=False: \
+        wrap(arg(self._array, axis=dim, keepdims=keepdim))
 
 def logical(reduce: Callable) -> Callable[..., Tensor]:
-    def method(self: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-        return wrap(reduce(self._array != 0, axis=axes_of(dim, self.ndim), keepdims=keepdim))
-
-    return method
+    return lambda self, dim=None, keepdim=False: \
+        wrap(reduce(self._array != 0, axis=axes_of(dim, self.ndim), keepdims=keepdim))
 
 
 def spread_out(size: Callable[..., Tensor], scale: Callable) -> Callable[..., Tensor]:
@@ -1979,47 +1963,47 @@ var = spread_out(lambda x, **options: _sum(square(x), **options), float)
 std = spread_out(_norm2, math.sqrt)
 
 
-def prod(self: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    x = self if dtype is None else self.to(dtype)
-    return _prod(x, axis=dim if dim is None or x.ndim else None, keepdims=keepdim)
-
-
-def norm(self: Tensor, p: Any = 2, dim: Dims = None, keepdim: bool = False) -> Tensor:
+def norm(self: Tensor, p: Any = 2, dim: Dims = None, keepdim: bool = False, *,
+         dtype: Any = None) -> Tensor:
+    self = self if dtype is None else self.to(dtype)
     axes = axes_of(dim, self.ndim)
     if p in (2, "fro", None):
         return _norm2(self, axis=axes, keepdims=keepdim)
+    if isinstance(p, str):
+        raise ValueError(f"norm has p as a number or 'fro', not {p!r}")
     if abs(p) == math.inf:
         return (_amax if p > 0 else _amin)(_abs(self), axis=axes, keepdims=keepdim)
     if p == 0:
-        return ne(self, 0).to(self.dtype).sum(axes, keepdim)
+        return sign(_abs(self)).sum(axes, keepdim)
     return _norm(self, p=p, axis=axes, keepdims=keepdim)
 
 
-def logsumexp(self: Tensor, dim: Dims, keepdim: bool = False) -> Tensor:
-    return _logsumexp(self, axis=axes_of(dim, self.ndim), keepdims=keepdim)
+def sized(function: Callable) -> Callable:
+    """For functions of sizes: f(x, 2, 3), f(x, (2, 3)), or by name."""
+
+    @functools.wraps(function)
+    def call(self: Tensor, *args: Any, **named: Any) -> Tensor:
+        return function(self, sizes(args or tuple(named.values())))
+
+    return call
 
 
-def cumsum(self: Tensor, dim: int) -> Tensor:
-    return _cumsum(self, axis=dim) if self.ndim else self.clone()
-
-
-def reshape(self: Tensor, *shape: Any) -> Tensor:
-    shape = sizes(shape)
+@sized
+def reshape(self: Tensor, shape: tuple) -> Tensor:
     try:
         return _reshape(self, shape=shape)
     except ValueError:
         raise RuntimeError(f"cannot reshape {self.numel()} elements of shape {tuple(self.shape)} "
                            f"to {shape}") from None
 
-
-def view(self: Tensor, *shape: Any) -> Tensor:
+@sized
+def view(self: Tensor, shape: tuple) -> Tensor:
     """reshape that never copies: an error where the memory does not allow a view."""
-    result = reshape(self, *shape)
+    result = reshape(self, shape)
     if result._view is None:
-        raise RuntimeError(f"view of shape {sizes(shape)} would have to copy this tensor, whose "
+        raise RuntimeError(f"view of shape {shape} would have to copy this tensor, whose "
                            "elements are not in order in memory: use .reshape() or .contiguous()")
     return result
-
 
 def flatten(self: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
     if not self.ndim:
@@ -2028,24 +2012,25 @@ def flatten(self: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
     middle = math.prod(self.shape[start : end + 1])
     return reshape(self, *self.shape[:start], middle, *self.shape[end + 1 :])
 
+def unflatten(self: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    dim %= self.ndim
+    return reshape(self, *self.shape[:dim], *sizes, *self.shape[dim + 1 :])
 
-def permute(self: Tensor, *dims: Any) -> Tensor:
-    return _permute(self, axes=tuple(d % self.ndim for d in sizes(dims)))
-
+@sized
+def permute(self: Tensor, dims: tuple) -> Tensor:
+    return _permute(self, axes=tuple(d % self.ndim for d in dims))
 
 def transpose(self: Tensor, dim0: int, dim1: int) -> Tensor:
-    if not self.ndim:
-        return self
     order = list(range(self.ndim))
-    order[dim0], order[dim1] = order[dim1], order[dim0]
+    if order:
+        dim0, dim1 = axes_of(dim0, self.ndim)[0], axes_of(dim1, self.ndim)[0]
+        order[dim0], order[dim1] = order[dim1], order[dim0]
     return _permute(self, axes=tuple(order))
 
-
 def squeeze(self: Tensor, dim: Dims = None) -> Tensor:
-    axes = axes_of(dim, self.ndim)
-    kept_sizes = (n for i, n in enumerate(self.shape) if n != 1 or i not in axes)
-    return _reshape(self, shape=tuple(kept_sizes))
-
+    axes = axes_of(dim, self.ndim) if dim != () else ()
+    return _reshape(self, shape=tuple(n for i, n in enumerate(self.shape)
+                                      if n != 1 or i not in axes))
 
 def unsqueeze(self: Tensor, dim: int) -> Tensor:
     if not -self.ndim - 1 <= dim <= self.ndim:
@@ -2053,21 +2038,23 @@ def unsqueeze(self: Tensor, dim: int) -> Tensor:
     dim %= self.ndim + 1
     return _reshape(self, shape=(*self.shape[:dim], 1, *self.shape[dim:]))
 
-
-def expand(self: Tensor, *shape: Any) -> Tensor:
-    shape = sizes(shape)
+@sized
+def expand(self: Tensor, shape: tuple) -> Tensor:
     own = (1,) * (len(shape) - self.ndim) + tuple(self.shape)
     return _expand(self, shape=tuple(o if n == -1 else n for n, o in zip(shape, own)))
 
-
-def repeat(self: Tensor, *counts: Any) -> Tensor:
-    counts = sizes(counts)
+@sized
+def repeat(self: Tensor, counts: tuple) -> Tensor:
     x = reshape(self, (1,) * (len(counts) - self.ndim) + tuple(self.shape))
     paired = [n for pair in zip(counts, x.shape) for n in pair]
     spaced = [n for size in x.shape for n in (1, size)]
-    x_shape = [c * n for c, n in zip(counts, x.shape)]
-    return reshape(x, spaced).expand(paired).clone().reshape(x_shape)
+    copies = reshape(x, spaced).expand(paired).clone()
+    return copies.reshape([c * n for c, n in zip(counts, x.shape)])
 
+def repeat_interleave(self: Tensor, repeats: Any, dim: int | None = None, *,
+                      output_size: int | None = None) -> Tensor:
+    x, dim = (self.reshape(-1), 0) if dim is None else (self, dim)
+    return x.index_select(dim, wrap(np.repeat(np.arange(x.shape[dim]), to_array(repeats))))
 
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     tensors = list(tensors)
@@ -2077,10 +2064,27 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     tensors = [t for t in tensors if t.shape != (0,)] or tensors[:1]
     return _cat(*tensors, axis=dim % max(tensors[0].ndim, 1))
 
-
 def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    return cat([unsqueeze(t, dim) for t in tensors], dim if dim >= 0 else dim)
+    return cat([unsqueeze(t, dim) for t in tensors], dim)
 
+
+concat = cat
+
+
+def hstack(tensors: Sequence[Tensor]) -> Tensor:
+    return cat([t.reshape(-1) if t.ndim < 1 else t for t in tensors], int(tensors[0].ndim > 1))
+
+def vstack(tensors: Sequence[Tensor]) -> Tensor:
+    return cat([t.reshape(1, -1) if t.ndim < 2 else t for t in tensors], 0)
+
+def meshgrid(*tensors: Any, indexing: str = "ij") -> tuple[Tensor, ...]:
+    vectors = list(tensors[0]) if not isinstance(tensors[0], Tensor) else list(tensors)
+    order = list(range(len(vectors)))
+    if indexing == "xy":  # the first vector runs along the second dimension
+        order[:2] = order[1::-1]
+    shape = [vectors[k].numel() for k in order]
+    return tuple(v.reshape([-1 if k == i else 1 for k in order]).expand(shape)
+                 for i, v in enumerate(vectors))
 
 def split(self: Tensor, split_size_or_sections: Any, dim: int = 0) -> tuple[Tensor, ...]:
     total, parts = self.shape[dim], split_size_or_sections
@@ -2091,76 +2095,53 @@ def split(self: Tensor, split_size_or_sections: Any, dim: int = 0) -> tuple[Tens
     starts = itertools.accumulate(parts, initial=0)
     return tuple(narrow(self, dim, start, n) for start, n in zip(starts, parts))
 
-
 def chunk(self: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
     return split(self, max(-(-self.shape[dim] // chunks), 1), dim)
 
+def at(self: Tensor, dim: int, index: Any) -> Tensor:
+    """x[:, :, index] with as many colons as dim says."""
+    return self[(slice(None),) * axes_of(dim, self.ndim)[0] + (index,)]
 
-def unbind(self: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
-    return tuple(select(self, dim, i) for i in range(self.shape[dim]))
-
-
-def narrow(self: Tensor, dim: int, start: int, length: int) -> Tensor:
-    start += self.shape[dim] if start < 0 else 0
+def narrow(self: Tensor, dim: int, start: Any, length: int) -> Tensor:
+    start = int(start) + (self.shape[dim] if start < 0 else 0)
     if not 0 <= start <= start + length <= self.shape[dim]:
         raise RuntimeError(f"elements {start} to {start + length} of a dimension of size "
                            f"{self.shape[dim]}")
-    return self[(slice(None),) * (dim % self.ndim) + (slice(start, start + length),)]
-
-
-def select(self: Tensor, dim: int, index: int) -> Tensor:
-    return self[(slice(None),) * (dim % self.ndim) + (index,)]
-
-
-def index_select(self: Tensor, dim: int, index: Tensor) -> Tensor:
-    return self[(slice(None),) * (dim % max(self.ndim, 1)) + (index.reshape(-1),)]
-
+    return at(self, dim, slice(start, start + length))
 
 def gather(self: Tensor, dim: int, index: Tensor) -> Tensor:
     if not self.ndim:
         return gather(self.reshape(1), 0, index.reshape(-1)).reshape(index.shape)
     return _gather(self, index=to_array(index), dim=dim % self.ndim)
 
+@scalars_too
+def scatter(self: Tensor, dim: int, index: Tensor, src: Any = None, *, value: Any = None) -> Tensor:
+    src = as_tensor(value if src is None else src, dtype=self.dtype)
+    src = src[tuple(slice(n) for n in index.shape)] if src.ndim else src
+    return replaced(self, src, index=along(to_array(index), dim % self.ndim))
 
-def scatter(self: Tensor, dim: int, index: Tensor, src: Any) -> Tensor:
-    place = along(to_array(index), dim % self.ndim)
-    if isinstance(src, Tensor):
-        src = src[tuple(slice(n) for n in index.shape)]
-    return replaced(self, src, index=place)
-
-
-def scatter_add(self: Tensor, dim: int, index: Any, src: Tensor) -> Tensor:
-    index = to_array(index)
+@scalars_too
+def scatter_add(self: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
     src = src[tuple(slice(n) for n in index.shape)]
-    return self + scatter_add_to(src, shape=self.shape, index=index, dim=dim % self.ndim)
-
-
-def masked_fill(self: Tensor, mask: Tensor, value: Any) -> Tensor:
-    return _where(mask, tensor(value, dtype=self.dtype) if not isinstance(value, Tensor) else
-                  value.to(self.dtype), self)
-
+    return self + scatter_add_to(src, shape=self.shape, index=to_array(index), dim=dim % self.ndim)
 
 def masked_select(self: Tensor, mask: Tensor) -> Tensor:
     mask_array, x = np.broadcast_arrays(to_array(mask), self._array)
     return expand(self, *x.shape)[mask_array]
 
-
-def triangle(x: Tensor, diagonal: int) -> np.ndarray:
-    rows, columns = x.shape[-2:]
-    return np.tri(rows, columns, diagonal, dtype=bool)
-
-
 def tril(self: Tensor, diagonal: int = 0) -> Tensor:
-    return _where(triangle(self, diagonal), self, 0)
-
+    rows, columns = self.shape[-2:]
+    return _where(np.tri(rows, columns, diagonal, dtype=bool), self, False)
 
 def triu(self: Tensor, diagonal: int = 0) -> Tensor:
-    return _where(triangle(self, diagonal - 1), 0, self)
+    rows, columns = self.shape[-2:]
+    return _where(np.tri(rows, columns, diagonal - 1, dtype=bool), False, self)
 
-
-def flip(self: Tensor, *dims: Any) -> Tensor:
-    return _flip(self, axis=axes_of(sizes(dims), self.ndim) if self.ndim else ())
-
+def diag(self: Tensor, diagonal: int = 0) -> Tensor:
+    if self.ndim == 2:
+        return _diagonal(self, offset=diagonal, dim1=0, dim2=1)
+    n = self.shape[0] + abs(diagonal)
+    return on_diagonal(self, shape=(n, n), offset=diagonal, dim1=0, dim2=1)
 
 def roll(self: Tensor, shifts: Any, dims: Any = None) -> Tensor:
     shifts = (shifts,) if isinstance(shifts, int) else tuple(shifts)
@@ -2168,54 +2149,36 @@ def roll(self: Tensor, shifts: Any, dims: Any = None) -> Tensor:
         return roll(self.reshape(-1), shifts, 0).reshape(self.shape)
     return _roll(self, shift=shifts, axis=(dims,) if isinstance(dims, int) else tuple(dims))
 
-
-def sort(self: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Any:
-    index = argsort(self, dim, descending)
-    return ValuesIndices(gather(self, dim, index), index)
-
-
+@scalars_too
 def argsort(self: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Tensor:
-    if not self.ndim:
-        return wrap(np.zeros((), np.int64))
     x = self._array
     if descending:  # flipped twice, so that equal elements keep their order
         back = np.flip(np.argsort(np.flip(x, dim), axis=dim, kind="stable"), dim)
         return wrap(x.shape[dim] - 1 - back)
     return wrap(np.argsort(x, axis=dim, kind="stable"))
 
+@scalars_too
+def sort(self: Tensor, dim: int = -1, descending: bool = False, stable: bool = True) -> Any:
+    index = argsort(self, dim, descending)
+    return ValuesIndices(gather(self, dim, index), index)
 
+@scalars_too
 def topk(self: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     if k > self.shape[dim]:
         raise RuntimeError(f"topk({k}) of a dimension of size {self.shape[dim]}")
-    values, index = sort(self, dim, descending=largest)
-    return ValuesIndices(narrow(values, dim, 0, k), narrow(index, dim, 0, k))
+    return ValuesIndices(*(narrow(t, dim, 0, k) for t in sort(self, dim, descending=largest)))
 
+def softmax(self: Tensor, dim: int | None = None, dtype: Any = None) -> Tensor:
+    return _softmax(self if dtype is None else self.to(dtype), dim=dim_of_classes(self, dim))
 
-def softmax(self: Tensor, dim: int, dtype: Any = None) -> Tensor:
-    return _softmax(self if dtype is None else self.to(dtype), dim=dim)
+def log_softmax(self: Tensor, dim: int | None = None, dtype: Any = None) -> Tensor:
+    return _log_softmax(self if dtype is None else self.to(dtype), dim=dim_of_classes(self, dim))
 
-
-def log_softmax(self: Tensor, dim: int, dtype: Any = None) -> Tensor:
-    return _log_softmax(self if dtype is None else self.to(dtype), dim=dim)
-
-
-def isclose(input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8,
-            equal_nan: bool = False) -> Tensor:
-    return wrap(np.isclose(to_array(input), to_array(other), rtol, atol, equal_nan))
-
-
-def allclose(input: Tensor, other: Tensor, rtol: float = 1e-5, atol: float = 1e-8,
-             equal_nan: bool = False) -> bool:
-    return bool(np.allclose(to_array(input), to_array(other), rtol, atol, equal_nan))
-
-
-def equal(input: Tensor, other: Tensor) -> bool:
-    return np.array_equal(to_array(input), to_array(other))
-
-
-def clone(self: Tensor) -> Tensor:
-    return _clone(self)
-
+def dim_of_classes(x: Tensor, dim: int | None) -> int:
+    if dim is None:
+        raise TypeError(f"softmax of a tensor of shape {tuple(x.shape)} needs dim: the one whose "
+                        "values shall add up to 1, most often -1")
+    return dim
 
 @op(x=lambda g: g)
 def _clone(x):
@@ -2296,45 +2259,24 @@ def in_place(function: Callable, name: str) -> Callable[..., Tensor]:
     return method
 
 
-def fill_(self: Tensor, value: Any) -> Tensor:
-    return write(self, as_tensor(value, dtype=self.dtype), "fill_")
+def filled(draw: Callable[..., np.ndarray], name: str) -> Callable[..., Tensor]:
+    """x.normal_() and its like from a NumPy generator's method."""
 
-
-def copy_(self: Tensor, source: Any) -> Tensor:
-    return write(self, as_tensor(source), "copy_")
-
-
-def drawn(draw: Callable[..., np.ndarray], name: str) -> Callable[..., Tensor]:
     def method(self: Tensor, *args: float, generator: Generator | None = None,
                **named: float) -> Tensor:
-        array = draw(rng(generator), self._array.shape, *args, **named)
+        array = np.asarray(draw(rng(generator), self._array.shape, *args, **named))
         return write(self, wrap(array.astype(self.dtype)), name)
 
     return method
 
 
-def draw_uniform(g: np.random.Generator, shape: tuple, a: float = 0.0, b: float = 1.0, *,
-                 to: float | None = None) -> np.ndarray:
-    return g.uniform(a, b if to is None else to, shape)
-
-
-def draw_normal(g: np.random.Generator, shape: tuple, mean: float = 0.0,
-                std: float = 1.0) -> np.ndarray:
-    return g.normal(mean, std, shape)
-
-
-def swapped(function: Callable) -> Callable:
-    """2 - x is x.__rsub__(2)."""
-    return lambda self, other: function(other, self)
-
-
-def operator(function: Callable) -> Callable:
+def operator(function: Callable, swapped: bool = False) -> Callable:
     """As a method for Python's operators: others than numbers and arrays get their own turn."""
 
     def method(self: Tensor, other: Any) -> Any:
         if not isinstance(other, (Tensor, float, int, np.ndarray, np.generic)):
             return NotImplemented
-        return function(self, other)
+        return function(other, self) if swapped else function(self, other)
 
     return method
 
@@ -2344,69 +2286,106 @@ for _name, _function in list(globals().items()):
     if isinstance(getattr(_function, "op", None), Op):
         _function.op.name = _function.__name__ = _name.strip("_")
 
-METHODS: dict[str, Callable] = {
-    "sum": reduction(_sum), "mean": reduction(_mean, floats=True), "prod": prod,
-    "amax": reduction(_amax), "amin": reduction(_amin),
-    "max": extreme(_amax, np.argmax, maximum), "min": extreme(_amin, np.argmin, minimum),
-    "argmax": arg_extreme(np.argmax), "argmin": arg_extreme(np.argmin),
-    "any": logical(np.any), "all": logical(np.all), "var": var, "std": std,
-    "abs": _abs, "round": _round, "pow": power, "true_divide": true_divide,
-    "multiply": mul, "divide": div, "subtract": sub, "negative": neg, "absolute": _abs,
-    "arctan2": arctan2, "atan2": arctan2, "clip": clamp, "concat": cat,
-}
-for _function in (
+METHODS: dict[str, Callable] = {f.__name__: f for f in (
     exp, expm1, log, log1p, log2, log10, sqrt, square, sin, cos, tan, tanh, neg, sign, floor, ceil,
     trunc, isnan, isfinite, isinf, reciprocal, rsqrt, sigmoid, erf, clamp, add, sub, mul, div,
-    floor_divide, remainder, fmod, maximum, minimum, logaddexp, lerp, eq, ne, lt, le, gt, ge,
+    floor_divide, remainder, fmod, maximum, minimum, logaddexp, eq, ne, lt, le, gt, ge,
     logical_not, logical_and, logical_or, logical_xor, bitwise_not, bitwise_and, bitwise_or,
-    bitwise_xor, matmul, dot, outer, addmm, norm, logsumexp, cumsum, reshape, view,
-    flatten, permute, transpose, squeeze, unsqueeze, expand, repeat, split, chunk, unbind, narrow,
-    select, index_select, gather, scatter, scatter_add, masked_fill, masked_select, tril, triu,
-    flip, roll, sort, argsort, topk, softmax, log_softmax, isclose, allclose, equal, clone,
+    bitwise_xor, matmul, norm, reshape, view, flatten, unflatten, permute, transpose, squeeze,
+    unsqueeze, expand, repeat, repeat_interleave, split, chunk, narrow, gather, scatter,
+    scatter_add, masked_select, tril, triu, diag, roll, sort, argsort, topk, softmax, log_softmax,
     bernoulli, multinomial,
-):  # fmt: skip
-    METHODS[_function.__name__] = _function
-METHODS |= {"mm": matmul, "bmm": matmul, "mv": matmul}
+)}  # fmt: skip
+METHODS |= {
+    "sum": reduction(_sum), "mean": reduction(_mean, floats=True), "prod": reduction(_prod),
+    "amax": reduction(_amax), "amin": reduction(_amin), "logsumexp": reduction(_logsumexp),
+    "max": extreme(_amax, np.argmax, maximum), "min": extreme(_amin, np.argmin, minimum),
+    "argmax": arg_extreme(np.argmax), "argmin": arg_extreme(np.argmin),
+    "any": logical(np.any), "all": logical(np.all),
+    "var": var, "std": std,
+    "cumsum": scalars_too(lambda self, dim, *, dtype=None:
+                          _cumsum(self if dtype is None else self.to(dtype), axis=dim)),
+    "unbind": lambda self, dim=0: tuple(at(self, dim, i) for i in range(self.shape[dim])),
+    "select": lambda self, dim, index: at(self, dim, index),
+    "index_select": scalars_too(lambda self, dim, index: at(self, dim, index.reshape(-1))),
+    "masked_fill": lambda self, mask, value:
+        _where(mask, as_tensor(value, dtype=self.dtype), self),
+    "diagonal": lambda self, offset=0, dim1=0, dim2=1:
+        _diagonal(self, offset=offset, dim1=dim1 % self.ndim, dim2=dim2 % self.ndim),
+    "tile": sized(lambda self, dims: repeat(self, (1,) * (self.ndim - len(dims)) + dims)),
+    "flip": sized(lambda self, dims: _flip(self, axis=axes_of(dims, self.ndim)
+                                           if dims and self.ndim else ())),
+    "abs": _abs, "round": _round, "pow": power, "true_divide": true_divide, "clone": _clone,
+    "multiply": mul, "divide": div, "subtract": sub, "negative": neg, "absolute": _abs,
+    "arctan2": arctan2, "atan2": arctan2, "clip": clamp, "broadcast_to": expand,
+    "mm": product("mm", 2, 2), "bmm": product("bmm", 3, 3), "mv": product("mv", 2, 1),
+    "dot": product("dot", 1, 1),
+    "outer": lambda self, vec2: self.unsqueeze(1) * vec2.unsqueeze(0),
+    "addmm": lambda self, mat1, mat2, *, beta=1, alpha=1:
+        self * beta + matmul(mat1, mat2) * alpha,
+    "baddbmm": lambda self, batch1, batch2, *, beta=1, alpha=1:
+        self * beta + matmul(batch1, batch2) * alpha,
+    "lerp": lambda self, end, weight: self + weight * (end - self),
+    "isclose": lambda self, other, rtol=1e-5, atol=1e-8, equal_nan=False:
+        wrap(np.isclose(to_array(self), to_array(other), rtol, atol, equal_nan)),
+    "allclose": lambda self, other, rtol=1e-5, atol=1e-8, equal_nan=False:
+        bool(np.allclose(to_array(self), to_array(other), rtol, atol, equal_nan)),
+    "equal": lambda self, other: np.array_equal(to_array(self), to_array(other)),
+    "numel": lambda self: self._array.size, "detach": Tensor.detach,
+    "nonzero": lambda self, *, as_tuple=False:
+        where(self) if as_tuple else wrap(np.argwhere(self._array)),
+    "t": lambda self: transpose(self, 0, 1) if self.ndim > 1 else self,
+    "is_floating_point": lambda self: self.dtype.kind == "f",
+}
 for _name, _function in METHODS.items():
+    if _function.__name__ in ("<lambda>", "method", "multiply"):
+        _function.__name__ = _name
     setattr(Tensor, _name, _function)
 
 for _name in (
-    "abs add ceil clamp copysign cos div erf exp expm1 floor fmod lerp log log10 log1p log2 "
-    "masked_fill mul neg pow reciprocal remainder round rsqrt scatter scatter_add sigmoid sign "
-    "sin sqrt square sub tan tanh tril triu trunc"
+    "abs add ceil clamp clip cos div erf exp expm1 floor fmod lerp log log10 log1p log2 "
+    "masked_fill mul multiply neg pow reciprocal remainder round rsqrt scatter scatter_add "
+    "sigmoid sign sin sqrt square sub tan tanh tril triu trunc floor_divide"
 ).split():
-    if _name in METHODS:
-        setattr(Tensor, _name + "_", in_place(METHODS[_name], _name + "_"))
+    setattr(Tensor, _name + "_", in_place(METHODS[_name], _name + "_"))
 
 for _name, _function in {
-    "__add__": add, "__sub__": sub, "__mul__": mul, "__truediv__": true_divide,
-    "__floordiv__": floor_divide, "__mod__": remainder, "__pow__": power, "__matmul__": matmul,
-    "__and__": bitwise_and, "__or__": bitwise_or, "__xor__": bitwise_xor,
+    "add": add, "sub": sub, "mul": mul, "truediv": true_divide, "floordiv": floor_divide,
+    "mod": remainder, "pow": power, "matmul": matmul, "and": bitwise_and, "or": bitwise_or,
+    "xor": bitwise_xor,
 }.items():
-    setattr(Tensor, _name, operator(_function))
-    setattr(Tensor, "__r" + _name[2:], operator(swapped(_function)))
-    _plain = "div" if "div" in _name and "floor" not in _name else _name.strip("_")
-    setattr(Tensor, "__i" + _name[2:], in_place(_function, _plain + "_"))
-for _name, _function in {
-    "__eq__": eq, "__ne__": ne, "__lt__": lt, "__le__": le, "__gt__": gt, "__ge__": ge,
-}.items():
-    setattr(Tensor, _name, operator(_function))
+    setattr(Tensor, f"__{_name}__", operator(_function))
+    setattr(Tensor, f"__r{_name}__", operator(_function, swapped=True))
+    setattr(Tensor, f"__i{_name}__", in_place(_function, _name.replace("true", "") + "_"))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(Tensor, f"__{_name}__", operator(METHODS[_name]))
 
-for _name, _value in {
+for _name, _value in {  # what exists as methods only
     "__neg__": neg, "__pos__": lambda self: self, "__abs__": _abs, "__invert__": bitwise_not,
-    "__getitem__": getitem, "__setitem__": setitem, "fill_": fill_, "copy_": copy_,
-    "zero_": lambda self: fill_(self, 0), "uniform_": drawn(draw_uniform, "uniform_"),
-    "normal_": drawn(draw_normal, "normal_"),
+    "__getitem__": getitem, "__setitem__": setitem,
+    "__float__": lambda self: float(self.item()), "__int__": lambda self: int(self.item()),
+    "tolist": lambda self: self._array.tolist(), "dim": lambda self: self._array.ndim,
+    "element_size": lambda self: self._array.itemsize, "nelement": METHODS["numel"],
+    "is_contiguous": lambda self: self._array.flags.c_contiguous,
+    "contiguous": lambda self: self if self._array.flags.c_contiguous else self.clone(),
+    "size": lambda self, dim=None: self.shape if dim is None else self._array.shape[dim],
+    "cpu": lambda self: self,
+    "fill_": lambda self, value: write(self, as_tensor(value, dtype=self.dtype), "fill_"),
+    "copy_": lambda self, source, non_blocking=False: write(self, as_tensor(source), "copy_"),
+    "zero_": lambda self: self.fill_(0),
+    "normal_": filled(lambda g, shape, mean=0.0, std=1.0: g.normal(mean, std, shape), "normal_"),
+    "uniform_": filled(lambda g, shape, a=0.0, b=1.0, **to:
+                       g.uniform(to.get("from", a), to.get("to", b), shape), "uniform_"),
+    "bernoulli_": filled(lambda g, shape, p=0.5: g.random(shape) < p, "bernoulli_"),
+    "where": lambda self, condition, other: where(condition, self, other),
     "expand_as": lambda self, other: expand(self, other.shape),
     "view_as": lambda self, other: view(self, other.shape),
+    "reshape_as": lambda self, other: reshape(self, other.shape),
     "type_as": lambda self, other: self.to(other.dtype),
-    "where": lambda self, condition, other: where(condition, self, other),
-    "new_zeros": lambda self, *size: zeros(*size, dtype=self.dtype),
-    "new_ones": lambda self, *size: ones(*size, dtype=self.dtype),
-    "new_tensor": lambda self, data: tensor(data, dtype=self.dtype),
+    **{f"new_{name}": new(make) for name, make in {
+        "zeros": zeros, "ones": ones, "empty": empty, "full": full, "tensor": tensor}.items()},
     "T": property(lambda self: _permute(self, axes=tuple(reversed(range(self.ndim))))),
     "mT": property(lambda self: transpose(self, -1, -2)),
-    "t": lambda self: transpose(self, 0, 1) if self.ndim > 1 else self,
     "astype": lambda self, dtype: self.to(dtype),
     **{name: functools.partialmethod(Tensor.to, dtype=dtype) for name, dtype in {
         "float": float32, "double": float64, "half": float16, "int": int32, "long": int64,
@@ -2415,56 +2394,387 @@ for _name, _value in {
     setattr(Tensor, _name, _value)
 
 
+# -- derivatives of one's own, checks and tools ----------------------------------------------------
+
+
+class Context:
+    """What a Function's forward leaves for its backward."""
+
+    outputs: list[Tensor]  # those that a gradient can reach, and their ids
+    ids: list[int]
+    joined: np.ndarray  # all of them, end to end
+    node: Any  # a weak reference to the Node of the joined outputs
+    last: Any = None  # the last gradient that came in, and what backward made of it
+
+    def __init__(self, function: Any, args: Sequence[Any]) -> None:
+        self.function = function
+        self.needs_input_grad = tuple(isinstance(x, Tensor) and x.requires_grad for x in args)
+        self.kept: tuple = ()
+        self.constant: set[int] = set()
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.kept = tuple((t, None if t is None else t._storage.version) for t in tensors)
+
+    def mark_non_differentiable(self, *outputs: Tensor) -> None:
+        self.constant = {id(o) for o in outputs}
+
+    @property
+    def saved_tensors(self) -> tuple:
+        for tensor, version in self.kept:
+            if tensor is not None and tensor._storage.version != version:
+                raise RuntimeError(f"{self.function.__name__} saved a tensor of shape "
+                                   f"{tuple(tensor.shape)} that was changed in place since by "
+                                   f"{tensor._storage.changed_by}")
+        # An output that was saved stands in the graph where the derivative is differentiated.
+        return tuple(self.cut(wrap(self.joined, self.node()), self.ids.index(id(t)))
+                     if id(t) in self.ids and is_grad_enabled() else t for t, _ in self.kept)
+
+    def cut(self, whole: Tensor, k: int) -> Tensor:
+        start = sum(o.numel() for o in self.outputs[:k])
+        return whole[start : start + self.outputs[k].numel()].reshape(self.outputs[k].shape)
+
+    def gradients(self, g: Any) -> tuple:
+        """backward's results, computed once for all inputs."""
+        if self.last is None or self.last[0] is not g:
+            whole = g if isinstance(g, Tensor) else wrap(g)
+            parts = [self.cut(whole, k) for k in range(len(self.outputs))]
+            results = self.function.backward(self, *parts)
+            results = results if isinstance(results, tuple) else (results,)
+            if len(results) != len(self.needs_input_grad):
+                raise RuntimeError(f"{self.function.__name__}.backward returned {len(results)} "
+                                   f"gradients for {len(self.needs_input_grad)} inputs")
+            if not isinstance(g, Tensor):  # copies: the engine may add into what it gets
+                results = tuple(None if r is None else np.array(to_array(r)) for r in results)
+            self.last = (g, results)
+        return self.last[1]
+
+
+class Function:
+    """An operation with a derivative of one's own: static forward(ctx, ...) and
+    backward(ctx, *gradients), called by Function.apply(...)."""
+
+    @classmethod
+    def apply(cls: Any, *args: Any, **options: Any) -> Any:
+        ctx = Context(cls, args)
+        with no_grad():
+            results = cls.forward(ctx, *args, **options)
+        outputs = results if isinstance(results, tuple) else (results,)
+        ctx.outputs = [o for o in outputs if o.dtype.kind == "f" and id(o) not in ctx.constant]
+        ctx.ids = [id(o) for o in ctx.outputs]
+        if not (is_grad_enabled() and any(ctx.needs_input_grad) and ctx.outputs):
+            return results
+        # A node has one result. Several travel as one, end to end, and are cut out of it again.
+        ctx.joined = np.concatenate([o._array.ravel() for o in ctx.outputs])
+        this = Op(lambda *xs: None, {"xs": lambda g, i: ctx.gradients(g)[i]}, {}, False, False)
+        this.name = cls.__name__
+        whole = this.recorded(args, args, {}, ctx.joined)
+        ctx.node = weakref.ref(whole._edge)
+        made = tuple(ctx.cut(whole, ctx.ids.index(id(o))) if id(o) in ctx.ids else o
+                     for o in outputs)
+        return made if isinstance(results, tuple) else made[0]
+
+
+def checkpoint(function: Callable, *args: Any, use_reentrant: bool = False, **options: Any) -> Any:
+    """function(*args), whose inner values are computed again in backward instead of kept (Chen et
+    al., 2016): memory for time. Random numbers are drawn the same the second time."""
+    state = _generator.get().get_state()
+
+    class Checkpoint(Function):
+        @staticmethod
+        def forward(ctx: Any, anchor: Tensor, *args: Any) -> Any:
+            ctx.args = args
+            return function(*args, **options)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            if is_grad_enabled():
+                raise RuntimeError("checkpoint has no second derivatives: call function directly")
+            now = _generator.get().get_state()
+            _generator.get().set_state(state)
+            with enable_grad():
+                args = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a
+                        for a in ctx.args]
+                results = function(*args, **options)
+            _generator.get().set_state(now)
+            results = as_tuple(results)
+            pairs = [(r, g) for r, g in zip(results, gradients) if r.requires_grad]
+            run_backward([r for r, _ in pairs], [g for _, g in pairs], False, False)
+            return (None, *(getattr(a, "grad", None) for a in args))
+
+    # The function's parameters are not among its arguments; the anchor makes it be recorded.
+    return Checkpoint.apply(zeros(0, requires_grad=True), *args)
+
+
+def as_tuple(x: Any) -> tuple:
+    return tuple(x) if isinstance(x, (tuple, list)) else (x,)
+
+def gradient_rows(y: Tensor, xs: Sequence[Tensor], create_graph: bool = False) -> list[Any]:
+    """For each element of y its gradients to the xs: row after row of the Jacobians."""
+    if not y.requires_grad:
+        return [[zeros_like(x) for x in xs]] * y.numel()
+    return [grad(y, xs, one.reshape(y.shape), retain_graph=True, create_graph=create_graph,
+                 materialize_grads=True) for one in eye(y.numel(), dtype=y.dtype)]
+
+def jacobian(func: Callable, inputs: Any, create_graph: bool = False) -> Any:
+    """d func(inputs)[i] / d inputs[j], of shape (*output, *input), a tuple for several inputs."""
+    xs = [x if create_graph else x.detach().requires_grad_() for x in as_tuple(inputs)]
+    y = func(*xs)
+    rows = gradient_rows(y, xs, create_graph)
+    columns = tuple(stack([row[k] for row in rows]).reshape(*y.shape, *x.shape)
+                    for k, x in enumerate(xs))
+    return columns if isinstance(inputs, tuple) else columns[0]
+
+def hvp(func: Callable, inputs: Any, v: Any) -> tuple[Tensor, Any]:
+    """func(inputs) and its Hessian times v, without forming the Hessian (Pearlmutter, 1994)."""
+    xs = [x.detach().requires_grad_() for x in as_tuple(inputs)]
+    y = func(*xs)
+    first = grad(y, xs, create_graph=True, materialize_grads=True)
+    along_v: Any = sum((g * w).sum() for g, w in zip(first, as_tuple(v)))
+    products = grad(along_v, xs, materialize_grads=True) if along_v.requires_grad else \
+        tuple(zeros_like(x) for x in xs)
+    return y.detach(), products if isinstance(inputs, tuple) else products[0]
+
+
+def gradcheck(func: Callable, inputs: Any, eps: float = 1e-6, atol: float = 1e-5,
+              rtol: float = 1e-3, raise_exception: bool = True) -> bool:
+    """Compare gradients with differences (f(x + eps) - f(x - eps)) / 2 eps, in float64."""
+    inputs = as_tuple(inputs)
+
+    def outputs() -> list[Tensor]:
+        return [y for y in as_tuple(func(*inputs)) if y.dtype.kind == "f"]
+
+    for k, x in enumerate(inputs):
+        if not (isinstance(x, Tensor) and x.requires_grad):
+            continue
+        if x.dtype != float64:
+            raise ValueError(f"gradcheck needs float64, input {k} is {x.dtype}")
+        slopes = []
+        for i in np.ndindex(x.shape):
+            before, sides = x._array[i], []
+            for x._array[i] in (before + eps, before - eps):
+                with no_grad():
+                    sides.append([y._array.ravel().copy() for y in outputs()])
+            x._array[i] = before
+            slopes.append([(up - down) / (2 * eps) for up, down in zip(*sides)])
+        for j, y in enumerate(outputs()):
+            exact = np.array([row[0]._array.ravel() for row in gradient_rows(y, [x])])
+            numeric = np.array([slope[j] for slope in slopes]).reshape(x.numel(), y.numel()).T
+            exact = exact.reshape(numeric.shape)
+            if np.allclose(exact, numeric, rtol, atol, equal_nan=True):
+                continue
+            if not raise_exception:
+                return False
+            worst = np.unravel_index(np.argmax(np.abs(exact - numeric)), exact.shape)
+            raise RuntimeError(f"gradient of output {j} to input {k} differs: at element "
+                               f"{worst[0]} to {worst[1]} the derivative is {exact[worst]:.8g}, "
+                               f"the difference quotient {numeric[worst]:.8g}")
+    return True
+
+
+def gradgradcheck(func: Callable, inputs: Any, grad_outputs: Any = None, **options: Any) -> bool:
+    """gradcheck of the gradient, also with respect to the gradients that flow in."""
+    inputs = as_tuple(inputs)
+    wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+    seeds = [randn_like(y).requires_grad_() for y in as_tuple(func(*inputs)) if y.requires_grad]
+
+    @enable_grad()
+    def gradient(*args: Any) -> tuple:
+        ys = [y for y in as_tuple(func(*args[: len(inputs)])) if y.requires_grad]
+        return grad(ys, wanted, args[len(inputs):], create_graph=True, materialize_grads=True)
+
+    return gradcheck(gradient, (*inputs, *seeds), **options)
+
+
+class detect_anomaly(contextlib.ContextDecorator):  # noqa: N801
+    """Remember where each op was called, and stop backward at the first NaN, naming the op and
+    that line."""
+
+    def __init__(self, check_nan: bool = True) -> None:
+        self.before: list[bool] = []
+
+    def __enter__(self) -> None:
+        self.before.append(_anomaly.get())
+        _anomaly.set(True)
+
+    def __exit__(self, *error: object) -> None:
+        _anomaly.set(self.before.pop())
+
+
+def called_from() -> str:
+    """The innermost line of the stack that is not of this file."""
+    import traceback
+
+    lines = [f for f in traceback.extract_stack() if f.filename != __file__]
+    return "".join(traceback.format_list(lines[-1:])).rstrip()
+
+
+def graph(self: Tensor) -> Graph:
+    """The graph behind a tensor, as text in the DOT language of graphviz; a picture in a
+    notebook where graphviz is installed."""
+    lines, numbers = ["digraph {", "  rankdir=BT; node [shape=box, fontname=monospace]"], {}
+    for k, node in enumerate(topological_order(filter(None, [edge_of(self)]))):
+        numbers[node] = k
+        shape = tuple(node.shape)
+        style = ", style=filled" if isinstance(node, Tensor) else ""
+        lines.append(f'  n{k} [label="{name_of(node)} {shape}"{style}]')
+    for node, k in numbers.items():
+        lines += [f"  n{numbers[edge]} -> n{k}" for edge in node.edges if edge is not None]
+    return Graph("\n".join([*lines, "}"]))
+
+
+class Graph(str):
+    def _repr_svg_(self) -> str | None:
+        import shutil
+        import subprocess
+
+        if shutil.which("dot") is None:
+            return None
+        return subprocess.run(["dot", "-Tsvg"], input=self, text=True, capture_output=True,
+                              check=True).stdout
+
+
+Tensor.graph = graph  # type: ignore[attr-defined]
+
+# -- distributions ---------------------------------------------------------------------------------
+
+
+class Categorical:
+    """One of several classes, by probabilities or by logits in the last dimension."""
+
+    def __init__(self, probs: Any = None, logits: Any = None) -> None:
+        if (probs is None) == (logits is None):
+            raise ValueError("Categorical takes either probs or logits")
+        self.logits = log_softmax(logits, -1) if probs is None else \
+            log(clamp(probs / probs.sum(-1, keepdim=True), min=np.finfo(probs.dtype).eps))
+        self.probs = softmax(logits, -1) if probs is None else probs / probs.sum(-1, keepdim=True)
+
+    def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
+        shape = (*sample_shape, *self.probs.shape[:-1])
+        edges = np.cumsum(self.probs._array, -1)
+        draws = rng().random((*shape, 1)) * edges[..., -1:]
+        return wrap((draws >= edges).sum(-1))
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        index = value.to(int64).unsqueeze(-1)
+        logits = expand(self.logits, *value.shape, self.logits.shape[-1])
+        return gather(logits, -1, index).squeeze(-1)
+
+    def entropy(self) -> Tensor:
+        return -(self.probs * self.logits).sum(-1)
+
+
+class Normal:
+    """Normal numbers with mean loc and standard deviation scale."""
+
+    def __init__(self, loc: Any, scale: Any) -> None:
+        self.loc, self.scale = as_tensor(loc), as_tensor(scale)
+        if not (self.scale._array > 0).all():
+            raise ValueError("Normal needs a scale above 0")
+        self.mean, self.stddev, self.variance = self.loc, self.scale, square(self.scale)
+
+    def rsample(self, sample_shape: Sequence[int] = ()) -> Tensor:
+        shape = np.broadcast_shapes(self.loc.shape, self.scale.shape)
+        return self.loc + self.scale * randn(*sample_shape, *shape, dtype=self.scale.dtype)
+
+    def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
+        with no_grad():
+            return self.rsample(sample_shape)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        distance = square((value - self.loc) / self.scale)
+        return -distance * 0.5 - log(self.scale) - 0.5 * math.log(2 * math.pi)
+
+    def entropy(self) -> Tensor:
+        return log(self.scale) + 0.5 + 0.5 * math.log(2 * math.pi)
+
+
 # =================================================================================================
 # 3 Functional
 # =================================================================================================
 #
 # Layers as functions of their input and parameters: minidist.nn.functional, `F` for short.
 
+
+def with_parameter(function: Callable, name: str, default: Any) -> Callable:
+    """Make a further parameter known: help() shows it, and the modules of section 4 take it."""
+    signature, kind = inspect.signature(function), inspect.Parameter.KEYWORD_ONLY
+    parameter = inspect.Parameter(name, kind, default=default)
+    function.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*signature.parameters.values(), parameter])
+    return function
+
+
 # -- activations -----------------------------------------------------------------------------------
 
 
+def activation(function: Callable) -> Callable:
+    """The function with PyTorch's argument `inplace`: the result takes the place of the input."""
+
+    position = len(names_of(function)) - 1
+
+    @functools.wraps(function)
+    def call(input: Tensor, *args: Any, inplace: bool = False, **options: Any) -> Tensor:
+        if inplace or len(args) > position and args[position]:
+            return in_place(function, function.__name__ + "_")(input, *args[:position], **options)
+        return function(input, *args[:position], **options)
+
+    return with_parameter(call, "inplace", False)
+
+
+@activation
 @op(x=lambda g, out: g * (out > 0))  # at 0 the slope is 0
 def relu(x):
     return np.clip(x, 0, None)  # three times faster than np.maximum(x, 0)
 
 
-@op(x=lambda g, x, slope: g * np.where(x > 0, 1, slope).astype(g.dtype))
-def _leaky_relu(x, *, slope):
-    return np.where(x > 0, x, x * slope)
+Tensor.relu, Tensor.relu_ = relu, in_place(relu, "relu_")  # type: ignore[attr-defined]
 
 
+@activation
+@op(x=lambda g, x, negative_slope: g * np.where(x > 0, 1, negative_slope).astype(g.dtype))
+def leaky_relu(x, *, negative_slope=0.01):
+    return np.where(x > 0, x, x * negative_slope)
+
+@activation
 @op(x=lambda g, x, alpha: g * np.where(x > 0, 1, alpha * np.exp(np.minimum(x, 0))))
-def _elu(x, *, alpha):
+def elu(x, *, alpha=1.0):
     return np.where(x > 0, x, alpha * np.expm1(np.minimum(x, 0)))
 
+@activation  # flat at the bounds, unlike clamp
+@op(x=lambda g, x, min_val, max_val: g * ((x > min_val) & (x < max_val)))
+def hardtanh(x, *, min_val=-1.0, max_val=1.0):
+    return np.clip(x, x.dtype.type(min_val), x.dtype.type(max_val))
+
+@activation
+def relu6(input: Tensor) -> Tensor:
+    return hardtanh(input, 0.0, 6.0)
+
+@activation
+def selu(input: Tensor) -> Tensor:
+    """Klambauer et al., 2017: the constants keep mean 0 and variance 1 through the layers."""
+    return elu(input, 1.6732632423543772) * 1.0507009873554805
+
+@activation
+def silu(input: Tensor) -> Tensor:
+    return input * sigmoid(input)
+
+@activation
+def mish(input: Tensor) -> Tensor:
+    return input * tanh(_softplus(input))
 
 @op(quiet=True, x=lambda g, x: g * sigmoid(x))
 def _softplus(x):
     return np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))  # never overflows
 
-
-def leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
-    return _leaky_relu(input, slope=negative_slope)
-
-
-def elu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
-    return _elu(input, alpha=alpha)
-
-
 def softplus(input: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     """log(1 + exp(beta x)) / beta, and x itself where that is the same to the last digit."""
-    smooth = _softplus(input * beta) / beta
-    return where(input * beta > threshold, input, smooth)
-
-
-def silu(input: Tensor, inplace: bool = False) -> Tensor:
-    return input * sigmoid(input)
-
+    return where(input * beta > threshold, input, _softplus(input * beta) / beta)
 
 def logsigmoid(input: Tensor) -> Tensor:
     return -_softplus(-input)
 
+def softsign(input: Tensor) -> Tensor:
+    return input / (_abs(input) + 1)
 
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     """x times the probability that a standard normal number is below x (Hendrycks and Gimpel,
@@ -2474,29 +2784,58 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
         return input * (tanh(inner) + 1) * 0.5
     return input * (erf(input * math.sqrt(0.5)) + 1) * 0.5
 
+def prelu(input: Tensor, weight: Tensor) -> Tensor:
+    if input.ndim < 2:
+        weight = weight.reshape((1,) * input.ndim)
+    else:
+        weight = weight.reshape(-1, *(1,) * (input.ndim - 2))
+    return where(input > 0, input, input * weight)
+
+def glu(input: Tensor, dim: int = -1) -> Tensor:
+    if input.shape[dim] % 2:
+        raise RuntimeError(f"glu halves dimension {dim}, of odd size {input.shape[dim]}")
+    a, b = chunk(input, 2, dim)
+    return a * sigmoid(b)
+
 
 # -- linear and convolution ------------------------------------------------------------------------
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """input (..., in) @ weight (out, in) transposed + bias (out)."""
-    if input.shape[-1] != weight.shape[1]:
-        raise RuntimeError(f"linear takes {weight.shape[1]} features in the last dimension, the "
+    if input.shape[-1] != weight.shape[-1]:
+        raise RuntimeError(f"linear takes {weight.shape[-1]} features in the last dimension, the "
                            f"input has shape {tuple(input.shape)}")
     out = matmul(input, weight.T)
     return out if bias is None else out + bias
 
-
 def numbers(value: Any, n: int) -> tuple[int, ...]:
     """One number for all dimensions, or one for each."""
-    return (int(value),) * n if isinstance(value, (int, np.integer)) else tuple(value)
+    values = (int(value),) if isinstance(value, (int, np.integer)) else tuple(value)
+    return values * n if len(values) == 1 else values
 
-
-def padded(x: Tensor, padding: Sequence[int], value: float = 0.0) -> Tensor:
-    if not any(padding):
+def padded(x: Tensor, widths: Sequence[tuple[int, int]], value: float = 0.0) -> Tensor:
+    """Widen the last dimensions by (before, after)."""
+    if not any(a or b for a, b in widths):
         return x
-    return _pad(x, widths=((0, 0),) * (x.ndim - len(padding)) + tuple((p, p) for p in padding),
-                value=value)
+    return _pad(x, widths=((0, 0),) * (x.ndim - len(widths)) + tuple(widths), value=value)
+
+
+def batched(n: int, name: str) -> Callable[[Callable], Callable]:
+    """For functions of (batch, channels, n sizes): one sample without the batch will do, too."""
+
+    def decorate(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def call(input: Tensor, *args: Any, **options: Any) -> Any:
+            if input.ndim != n + 1:
+                return function(input, *args, **options)
+            out = function(input.unsqueeze(0), *args, **options)
+            return tuple(o.squeeze(0) for o in out) if isinstance(out, tuple) else out.squeeze(0)
+
+        call.__name__ = call.__qualname__ = name
+        return call
+
+    return decorate
 
 
 # Convolution is a product: every window of the input as a row, times the kernels as columns. Its
@@ -2507,14 +2846,12 @@ def padded(x: Tensor, padding: Sequence[int], value: float = 0.0) -> Tensor:
 def rows_of(x: Any, kernel: Any, stride: Any, dilation: Any, groups: int) -> Any:
     """Windows as rows (groups, batch * places, channels / groups * kernel)."""
     view = windows(x, kernel=kernel, stride=stride, dilation=dilation)
-    n = len(kernel)
-    batch, channels = x.shape[:2]
+    n, (batch, channels) = len(kernel), x.shape[:2]
     places = view.shape[2 : 2 + n]
     view = np.reshape(view, (batch, groups, channels // groups, *places, *kernel))
     order = (1, 0, *range(3, 3 + n), 2, *range(3 + n, 3 + 2 * n))
     return np.reshape(np.transpose(view, order),
                       (groups, batch * math.prod(places), channels // groups * math.prod(kernel)))
-
 
 def channels_last(g: Any, groups: int) -> Any:
     """(batch, channels, *places) -> (groups, batch * places, channels / groups)."""
@@ -2523,18 +2860,15 @@ def channels_last(g: Any, groups: int) -> Any:
     g = np.transpose(g, (1, 0, 3, 2))
     return np.reshape(g, (groups, batch * math.prod(places), channels // groups))
 
-
 def channels_first(rows: Any, batch: int, places: Sequence[int]) -> Any:
     """The inverse of channels_last."""
     groups, _, width = rows.shape
     rows = np.reshape(rows, (groups, batch, math.prod(places), width))
     return np.reshape(np.transpose(rows, (1, 0, 3, 2)), (batch, groups * width, *places))
 
-
 def by_group(w: Any, groups: int) -> Any:
     """Kernels (out, in / groups, *kernel) -> (groups, out / groups, in / groups * kernel)."""
     return np.reshape(w, (groups, w.shape[0] // groups, math.prod(w.shape[1:])))
-
 
 def conv_to_input(g: Any, w: Any, x_shape: Any, stride: Any, dilation: Any, groups: int) -> Any:
     batch, channels, *size = x_shape
@@ -2545,32 +2879,34 @@ def conv_to_input(g: Any, w: Any, x_shape: Any, stride: Any, dilation: Any, grou
     rows = np.reshape(np.transpose(rows, order), (batch, channels, *places, *kernel))
     return fold(rows, size=tuple(size), stride=stride, dilation=dilation)
 
-
 def conv_to_weight(g: Any, x: Any, w_shape: Any, stride: Any, dilation: Any, groups: int) -> Any:
     rows = rows_of(x, w_shape[2:], stride, dilation, groups)
-    product = np.swapaxes(channels_last(g, groups), -1, -2) @ rows
-    return np.reshape(product, w_shape)
-
+    return np.reshape(np.swapaxes(channels_last(g, groups), -1, -2) @ rows, w_shape)
 
 @op(x=conv_to_input, w=conv_to_weight)
 def _conv(x, w, *, stride, dilation, groups):
-    view = windows(x, kernel=w.shape[2:], stride=stride, dilation=dilation)
-    places = view.shape[2 : 2 + len(stride)]
+    places = windows(x, kernel=w.shape[2:], stride=stride, dilation=dilation).shape[2 : w.ndim]
     rows = rows_of(x, w.shape[2:], stride, dilation, groups)
-    product = rows @ np.swapaxes(by_group(w, groups), -1, -2)
-    return channels_first(product, x.shape[0], places)
+    return channels_first(rows @ np.swapaxes(by_group(w, groups), -1, -2), x.shape[0], places)
+
+@op(x=lambda g, w, stride, dilation, groups: _conv(g, w, stride=stride, dilation=dilation,
+                                                   groups=groups),
+    w=lambda g, x, w_shape, stride, dilation, groups:
+    conv_to_weight(x, g, w_shape, stride, dilation, groups))
+def _conv_transpose(x, w, *, size, stride, dilation, groups):
+    # The derivative of a convolution to its input is a convolution the other way.
+    shape = (x.shape[0], w.shape[1] * groups, *size)
+    return conv_to_input(x, w, shape, stride, dilation, groups)
 
 
 def convolution(n: int) -> Callable[..., Tensor]:
+    @batched(n, f"conv{n}d")
     def conv(input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
              padding: Any = 0, dilation: Any = 1, groups: int = 1) -> Tensor:
         """Cross-correlation of input (batch, in, *size) with weight (out, in / groups, *kernel).
 
         The result has floor((size + 2 padding - dilation (kernel - 1) - 1) / stride) + 1 places
         in each dimension. padding="same" keeps the size at stride 1, "valid" adds none."""
-        if input.ndim == n + 1:  # one image without a batch dimension
-            return conv(input.unsqueeze(0), weight, bias, stride, padding, dilation,
-                        groups).squeeze(0)
         stride, dilation, kernel = numbers(stride, n), numbers(dilation, n), weight.shape[2:]
         if input.ndim != n + 2 or input.shape[1] != weight.shape[1] * groups:
             raise RuntimeError(
@@ -2581,26 +2917,51 @@ def convolution(n: int) -> Callable[..., Tensor]:
         if weight.shape[0] % groups:
             raise RuntimeError(f"{weight.shape[0]} output channels do not divide into {groups} "
                                "groups")
+        span = [d * (k - 1) + 1 for d, k in zip(dilation, kernel)]
         if padding == "same":
             if any(s != 1 for s in stride):
                 raise RuntimeError("padding='same' needs stride 1")
-            total = [d * (k - 1) for d, k in zip(dilation, kernel)]
-            widths = ((0, 0), (0, 0), *((t // 2, t - t // 2) for t in total))
-            input = _pad(input, widths=widths) if any(total) else input
-        else:
-            input = padded(input, numbers(0 if padding == "valid" else padding, n))
-        span = [d * (k - 1) + 1 for d, k in zip(dilation, kernel)]
+            input = padded(input, [((s - 1) // 2, s // 2) for s in span])
+        elif padding != "valid":
+            input = padded(input, [(p, p) for p in numbers(padding, n)])
         if any(size < s for size, s in zip(input.shape[2:], span)):
             raise RuntimeError(f"the kernel spans {tuple(span)}, more than the padded input's "
                                f"{tuple(input.shape[2:])}")
         out = _conv(input, weight, stride=stride, dilation=dilation, groups=groups)
-        return out if bias is None else out + bias.reshape(-1, *(1,) * n)
+        return per_channel(out, None, bias)
 
-    conv.__name__ = conv.__qualname__ = f"conv{n}d"
     return conv
 
 
+def transposed_convolution(n: int) -> Callable[..., Tensor]:
+    @batched(n, f"conv_transpose{n}d")
+    def conv_transpose(input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
+                       padding: Any = 0, output_padding: Any = 0, groups: int = 1,
+                       dilation: Any = 1) -> Tensor:
+        """The adjoint of convolution: input (batch, in, *size), weight (in, out / groups,
+        *kernel)."""
+        stride, padding, dilation, extra = (numbers(v, n) for v in
+                                            (stride, padding, dilation, output_padding))
+        if input.ndim != n + 2 or input.shape[1] != weight.shape[0]:
+            raise RuntimeError(f"conv_transpose{n}d with a weight of shape {tuple(weight.shape)} "
+                               f"takes inputs (batch, {weight.shape[0]}, {n} sizes), this one has "
+                               f"shape {tuple(input.shape)}")
+        if any(e >= max(s, d) for e, s, d in zip(extra, stride, dilation)):
+            raise RuntimeError(f"output_padding {extra} must be smaller than stride or dilation")
+        full = [(size - 1) * s + d * (k - 1) + 1 for size, s, d, k in
+                zip(input.shape[2:], stride, dilation, weight.shape[2:])]
+        grown = tuple(f + max(e - p, 0) for f, e, p in zip(full, extra, padding))
+        out = _conv_transpose(input, weight, size=grown, stride=stride, dilation=dilation,
+                              groups=groups)
+        if any(padding):
+            out = out[(..., *(slice(p, f - p + e) for f, p, e in zip(full, padding, extra)))]
+        return per_channel(out, None, bias)
+
+    return conv_transpose
+
+
 conv1d, conv2d = convolution(1), convolution(2)
+conv_transpose1d, conv_transpose2d = transposed_convolution(1), transposed_convolution(2)
 
 
 # -- pooling ---------------------------------------------------------------------------------------
@@ -2614,7 +2975,6 @@ def _max_pool(x, *, kernel, stride, dilation):
     index = np.argmax(flat_view, axis=-1)
     return np.take_along_axis(flat_view, index[..., None], -1)[..., 0], index
 
-
 def unpicked(g: Any, index: np.ndarray, kernel: tuple[int, ...]) -> Any:
     """The gradient of the picked elements, at their places in windows of zeros."""
     picked = np.arange(math.prod(kernel)) == index[..., None]
@@ -2622,8 +2982,8 @@ def unpicked(g: Any, index: np.ndarray, kernel: tuple[int, ...]) -> Any:
 
 
 def pooled(input: Tensor, n: int, kernel: Any, stride: Any, padding: Any, dilation: Any,
-           ceil_mode: bool, fill: float) -> tuple[Tensor, tuple, tuple, tuple]:
-    """The padded input of a pooling layer, with kernel, stride and dilation for each dimension.
+           ceil_mode: bool, fill: Any) -> tuple[Tensor, dict[str, tuple], tuple]:
+    """The padded input of a pooling layer, its windows, and the padding for each dimension.
 
     ceil_mode rounds the number of places up, but a window must start inside the input or its
     left padding."""
@@ -2634,33 +2994,86 @@ def pooled(input: Tensor, n: int, kernel: Any, stride: Any, padding: Any, dilati
     widths: list[tuple[int, int]] = []
     for size, k, s, p, d in zip(input.shape[-n:], kernel, stride, padding, dilation):
         reach = size + 2 * p - d * (k - 1) - 1
-        if reach < 0:
+        if reach < 0 and not ceil_mode or reach + s < 0:
             raise RuntimeError(f"a pooling window of {k} does not fit into an input of size {size}")
         places = reach // s + 1
         if ceil_mode and reach % s and places * s < size + p:
             places += 1
         widths.append((p, max(p, (places - 1) * s + d * (k - 1) + 1 - size - p)))
-    if any(a or b for a, b in widths):
-        input = _pad(input, widths=((0, 0),) * (input.ndim - n) + tuple(widths), value=fill)
-    return input, kernel, stride, dilation
+    return (padded(input, widths, fill),
+            {"kernel": kernel, "stride": stride, "dilation": dilation}, padding)
 
 
 def max_pooling(n: int) -> Callable[..., Any]:
-    def pool(input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0,
-             dilation: Any = 1, ceil_mode: bool = False) -> Any:
-        """The largest element of each window; padding never wins."""
-        if input.ndim == n + 1:
-            return pool(input.unsqueeze(0), kernel_size, stride, padding, dilation,
-                        ceil_mode).squeeze(0)
-        x, kernel, stride, dilation = pooled(input, n, kernel_size, stride, padding, dilation,
-                                             ceil_mode, -math.inf)
-        return _max_pool(x, kernel=kernel, stride=stride, dilation=dilation)
+    @batched(n, f"max_pool{n}d")
+    def max_pool(input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0,
+                 dilation: Any = 1, ceil_mode: bool = False, return_indices: bool = False) -> Any:
+        """The largest element of each window; padding never wins. Indices count the elements of
+        a channel of the input."""
+        lowest = -math.inf if input.dtype.kind == "f" else np.iinfo(input.dtype).min
+        x, how, padding = pooled(input, n, kernel_size, stride, padding, dilation, ceil_mode,
+                                 lowest)
+        out = _max_pool(x, **how)
+        if not return_indices:
+            return out
+        size = input.shape[2:]
+        number = np.arange(math.prod(size)).reshape(1, 1, *size)
+        widths = [(p, wide - p - own) for p, wide, own in zip(padding, x.shape[2:], size)]
+        number = windows(padded(wrap(number), widths)._array, **how)
+        number = np.broadcast_to(number, (*out.shape, *how["kernel"]))
+        index = _max_pool.op.formula(x._array, **how)[1]
+        flat_number = number.reshape(*out.shape, -1)
+        return out, wrap(np.take_along_axis(flat_number, index[..., None], -1)[..., 0])
 
-    pool.__name__ = pool.__qualname__ = f"max_pool{n}d"
+    return max_pool
+
+
+def avg_pooling(n: int) -> Callable[..., Tensor]:
+    def avg_pool(input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0,
+                 ceil_mode: bool = False, count_include_pad: bool = True,
+                 divisor_override: int | None = None) -> Tensor:
+        """The mean of each window. Padding counts as zeros, or not at all."""
+        x, how, padding = pooled(input, n, kernel_size, stride, padding, 1, ceil_mode, 0)
+        total = windows(x, **how).sum(tuple(range(-n, 0)))
+        # Elements that ceil_mode added past the padding never count.
+        edges = padding if count_include_pad else (0,) * n
+        inside = np.zeros(x.shape[-n:], input.dtype)
+        inside[tuple(slice(p - e, p + size + e) for p, e, size in
+                     zip(padding, edges, input.shape[-n:]))] = 1
+        counts = wrap(windows(inside, **how).sum(tuple(range(-n, 0)), dtype=input.dtype))
+        return div(total, divisor_override or counts,
+                   rounding_mode=None if input.dtype.kind == "f" else "trunc")
+
+    avg_pool.__name__ = f"avg_pool{n}d"
+    return avg_pool
+
+
+def resized(input: Tensor, dim: int, shares: np.ndarray) -> Tensor:
+    """Each place of the result along dim is a weighted sum of input's: a product with a matrix."""
+    return transpose(matmul(transpose(input, dim, -1), wrap(shares.astype(input.dtype))), dim, -1)
+
+def spans(n: int, size: int) -> np.ndarray:
+    """(n, size): column i holds the mean over floor(i n / size) .. ceil((i + 1) n / size)."""
+    place, i = np.arange(n)[:, None], np.arange(size)
+    inside = (place >= i * n // size) & (place < -(-(i + 1) * n // size))
+    return inside / inside.sum(0)
+
+
+def adaptive_avg_pooling(n: int) -> Callable[..., Tensor]:
+    def pool(input: Tensor, output_size: Any) -> Tensor:
+        """Means of output_size windows that cover the input as evenly as whole numbers allow."""
+        for dim, size in zip(range(-n, 0), numbers((output_size,) if output_size is None
+                                                   else output_size, n)):
+            input = input if size is None else resized(input, dim, spans(input.shape[dim], size))
+        return input
+
+    pool.__name__ = f"adaptive_avg_pool{n}d"
     return pool
 
 
 max_pool1d, max_pool2d = max_pooling(1), max_pooling(2)
+avg_pool1d, avg_pool2d = avg_pooling(1), avg_pooling(2)
+adaptive_avg_pool1d, adaptive_avg_pool2d = adaptive_avg_pooling(1), adaptive_avg_pooling(2)
 
 
 # -- normalisation, dropout, embedding -------------------------------------------------------------
@@ -2675,17 +3088,21 @@ def _standardize(x, *, axes, eps):
     scale = inverse_std(x, axes, eps)
     return (x - mean) * scale, mean, scale
 
-
 def inverse_std(x: Any, axes: tuple[int, ...], eps: float) -> Any:
     distance = x - np.mean(x, axis=axes, keepdims=True)  # two passes: E[x^2] - E[x]^2 cancels
     return rsqrt(np.mean(distance * distance, axis=axes, keepdims=True) + eps)
-
 
 def standardize_to_x(g: Any, out: Any, scale: Any, axes: tuple[int, ...]) -> Any:
     """Mean and scale follow x: what they take away of the gradient."""
     along_ones = np.mean(g, axis=axes, keepdims=True)
     along_out = np.mean(g * out, axis=axes, keepdims=True)
     return scale * (g - along_ones - out * along_out)
+
+def per_channel(out: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """out (batch, channels, ...) * weight (channels) + bias (channels)."""
+    shape = (-1, *(1,) * (out.ndim - 2))
+    out = out if weight is None else out * weight.reshape(shape)
+    return out if bias is None else out + bias.reshape(shape)
 
 
 def batch_norm(input: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
@@ -2697,26 +3114,37 @@ def batch_norm(input: Tensor, running_mean: Tensor | None, running_var: Tensor |
     follow the mean and the unbiased variance; else by the running statistics (Ioffe and
     Szegedy, 2015)."""
     axes = (0, *range(2, input.ndim))
-    shape = (1, -1, *(1,) * (input.ndim - 2))
-    if training or running_mean is None:
+    if training or running_mean is None or running_var is None:
         n = count(input.shape, axes)
         if n == 1:
             raise ValueError(f"batch norm in training needs more than one value a channel, the "
                              f"input has shape {tuple(input.shape)}: use a larger batch or eval()")
         out = _standardize(input, axes=axes, eps=eps) if n else input
         if running_mean is not None and running_var is not None and n:
-            mean = input._array.mean(axes)
-            variance = input._array.var(axes, ddof=1)
-            for running, value in ((running_mean, mean), (running_var, variance)):
+            for running, value in ((running_mean, input._array.mean(axes)),
+                                   (running_var, input._array.var(axes, ddof=1))):
                 running._array += (value - running._array) * momentum
                 touch(running, "batch norm")
     else:
         assert running_var is not None
         scale = rsqrt(running_var + eps)
-        out = (input - running_mean.reshape(shape)) * scale.reshape(shape)
-    if weight is not None:
-        out = out * weight.reshape(shape)
-    return out if bias is None else out + bias.reshape(shape)
+        out = per_channel(input, scale, -running_mean * scale)
+    return per_channel(out, weight, bias)
+
+
+def instance_norm(input: Tensor, running_mean: Tensor | None = None,
+                  running_var: Tensor | None = None, weight: Tensor | None = None,
+                  bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1,
+                  eps: float = 1e-5) -> Tensor:
+    """Normalise each channel of each sample by itself: batch norm in which each is a channel."""
+    n, channels = input.shape[:2]
+    stats = [None if s is None else repeat(s, n) for s in (running_mean, running_var)]
+    out = batch_norm(input.reshape(1, n * channels, *input.shape[2:]), stats[0], stats[1],
+                     training=use_input_stats, momentum=momentum, eps=eps)
+    for running, moved in zip((running_mean, running_var), stats):
+        if running is not None and moved is not None and use_input_stats:
+            running.data.copy_(moved.reshape(n, channels).mean(0))
+    return per_channel(out.reshape(input.shape), weight, bias)
 
 
 def layer_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
@@ -2729,17 +3157,45 @@ def layer_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | 
     out = out if weight is None else out * weight
     return out if bias is None else out + bias
 
+def group_norm(input: Tensor, num_groups: int, weight: Tensor | None = None,
+               bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """Normalise groups of channels of each sample (Wu and He, 2018)."""
+    n, channels, *size = input.shape
+    if channels % num_groups:
+        raise RuntimeError(f"{channels} channels do not divide into {num_groups} groups")
+    grouped = input.reshape(n, num_groups, channels // num_groups * math.prod(size))
+    return per_channel(_standardize(grouped, axes=(2,), eps=eps).reshape(input.shape), weight, bias)
 
-def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Zero each element with probability p and scale the others by 1 / (1 - p), in training."""
+def rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
+             eps: float | None = None) -> Tensor:
+    """Divide by the root mean square (Zhang and Sennrich, 2019)."""
+    axes = tuple(range(-len(numbers(normalized_shape, 1)), 0))
+    eps = float(np.finfo(input.dtype).eps) if eps is None else eps
+    out = input * rsqrt(square(input).mean(axes, keepdim=True) + eps)
+    return out if weight is None else out * weight
+
+def normalize(input: Tensor, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12) -> Tensor:
+    return input / clamp(norm(input, p, dim, keepdim=True), min=eps)
+
+def drop(input: Tensor, shape: Sequence[int], p: float, training: bool) -> Tensor:
+    """Zero with probability p and scale what is left by 1 / (1 - p), in training; one draw for
+    each element of the shape, which broadcasts to the input's."""
     if not 0 <= p <= 1:
         raise ValueError(f"dropout probability must be between 0 and 1, not {p}")
     if not training or p == 0:
         return input
-    if p == 1:
-        return input * 0
-    mask = rng().random(input.shape, np.float32) >= p  # drawn outside the op: rules are pure
-    return input * wrap(mask * input.dtype.type(1 / (1 - p)))
+    mask = rng().random(shape, np.float32) >= p  # drawn outside the op: rules are pure
+    return input * wrap(mask * input.dtype.type(1 / (1 - p) if p < 1 else 0))
+
+@activation
+def dropout(input: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
+    return drop(input, input.shape, p, training)
+
+@activation
+def dropout2d(input: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
+    """Dropout of whole channels."""
+    kept = max(input.ndim - 2, 1)
+    return drop(input, (*input.shape[:kept], *(1,) * (input.ndim - kept)), p, training)
 
 
 def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
@@ -2759,34 +3215,94 @@ def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None) -> 
 
 def one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
     classes = int(input._array.max()) + 1 if num_classes < 0 else num_classes
+    if input.numel() and not (0 <= input._array.min() and input._array.max() < classes):
+        raise RuntimeError(f"one_hot of values from {input._array.min()} to {input._array.max()} "
+                           f"in {classes} classes: they count from 0")
     return wrap((input._array[..., None] == np.arange(classes)).astype(np.int64))
 
 
-def pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float = 0.0) -> Tensor:
+def pad(input: Tensor, pad: Sequence[int], mode: str = "constant",
+        value: float | None = None) -> Tensor:
     """Widen the last dimensions by constants: pad = (left, right, top, bottom, ...)."""
     if mode != "constant":
         raise ValueError(f"pad mode {mode!r} is not available: 'constant' is")
     pairs = list(zip(pad[::2], pad[1::2]))[::-1]
-    pairs = [(0, 0)] * (input.ndim - len(pairs)) + pairs
-    for dim, (left, right) in enumerate(pairs):  # negative widths cut away
-        if left < 0 or right < 0:
-            start = max(-left, 0)
-            input = narrow(input, dim, start, input.shape[dim] - start - max(-right, 0))
-    return _pad(input, widths=tuple((max(a, 0), max(b, 0)) for a, b in pairs), value=value or 0.0)
+    for dim, (left, right) in zip(range(-len(pairs), 0), pairs):  # negative widths cut away
+        start = max(-left, 0)
+        input = narrow(input, dim, start, input.shape[dim] - start - max(-right, 0))
+    return padded(input, [(max(a, 0), max(b, 0)) for a, b in pairs], value or 0)
+
+
+# -- images and distances --------------------------------------------------------------------------
+
+
+def interpolate(input: Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest",
+                align_corners: bool | None = None,
+                recompute_scale_factor: bool | None = None) -> Tensor:
+    """Resize the last dimensions. Each is a product with a matrix of shares: one 1 a column for
+    nearest, two neighbours by distance for (bi)linear."""
+    n = input.ndim - 2
+    if mode not in ("nearest", "linear", "bilinear"):
+        raise ValueError(f"interpolate mode {mode!r} is not available: nearest, linear, bilinear")
+    factors = [None] * n if scale_factor is None else \
+        [scale_factor] * n if isinstance(scale_factor, (int, float)) else list(scale_factor)
+    targets = [int(m * f) for m, f in zip(input.shape[2:], factors)] if size is None else \
+        numbers(size, n)
+    for dim, target, factor in zip(range(2, input.ndim), targets, factors):
+        source, i = input.shape[dim], np.arange(target)
+        step = 1 / factor if factor and not recompute_scale_factor else source / target
+        if mode == "nearest":
+            place = np.minimum(np.floor(i * step), source - 1)
+        elif align_corners:
+            place = i * ((source - 1) / max(target - 1, 1))
+        else:
+            place = np.clip((i + 0.5) * step - 0.5, 0, source - 1)
+        distance = np.abs(np.arange(source)[:, None] - place)
+        input = resized(input, dim, np.clip(1 - distance, 0, None))
+    return input
+
+
+@batched(2, "unfold")
+def unfold(input: Tensor, kernel_size: Any, dilation: Any = 1, padding: Any = 0,
+            stride: Any = 1) -> Tensor:
+    """Windows of images as columns: (batch, channels * kh * kw, places)."""
+    kernel, dilation, padding, stride = (numbers(v, 2) for v in
+                                         (kernel_size, dilation, padding, stride))
+    view = windows(padded(input, [(p, p) for p in padding]), kernel=kernel, stride=stride,
+                   dilation=dilation)
+    batch, channels, *places = view.shape[:4]
+    return permute(view, 0, 1, 4, 5, 2, 3).reshape(batch, channels * math.prod(kernel),
+                                                   math.prod(places))
+
+
+def pixel_shuffle(input: Tensor, upscale_factor: int) -> Tensor:
+    r, (*batch, channels, height, width) = upscale_factor, input.shape
+    x = input.reshape(math.prod(batch), channels // (r * r), r, r, height, width)
+    return permute(x, 0, 1, 4, 2, 5, 3).reshape(*batch, channels // (r * r), height * r, width * r)
+
+def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    shape = np.broadcast_shapes(x1.shape, x2.shape)
+    x1, x2 = (expand(x, *shape) for x in (x1, x2))
+    lengths = clamp(norm(x1, 2, dim), min=eps) * clamp(norm(x2, 2, dim), min=eps)
+    return (x1 * x2).sum(dim) / lengths
+
+def pairwise_distance(x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6,
+                      keepdim: bool = False) -> Tensor:
+    return norm(x1 - x2 + eps, p, -1, keepdim)
 
 
 # -- losses ----------------------------------------------------------------------------------------
 
 
-def reduced(loss: Tensor, reduction: str) -> Tensor:
+def reduced(losses: Tensor, reduction: str, weights: Tensor | None = None) -> Tensor:
+    """All losses as one number. Weighted ones are averaged by the sum of their weights."""
     if reduction == "mean":
-        return loss.mean()
-    if reduction == "sum":
-        return loss.sum()
+        return losses.mean() if weights is None else losses.sum() / weights.sum()
+    if reduction in ("sum", "batchmean"):
+        return losses.sum() / (losses.shape[0] if reduction == "batchmean" and losses.ndim else 1)
     if reduction == "none":
-        return loss
+        return losses
     raise ValueError(f"reduction must be 'mean', 'sum' or 'none', not {reduction!r}")
-
 
 def same_shape(name: str, input: Tensor, target: Tensor) -> None:
     """A prediction (n, 1) beside a target (n,) would broadcast to (n, n), and train, wrongly."""
@@ -2798,49 +3314,84 @@ def same_shape(name: str, input: Tensor, target: Tensor) -> None:
         )
 
 
-def elementwise_loss(name: str, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def elementwise(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A loss with PyTorch's argument `reduction`, from what it is for each element."""
+
+    @functools.wraps(loss)
     def function(input: Tensor, target: Tensor, *args: Any, reduction: str = "mean",
                  **options: Any) -> Tensor:
-        same_shape(name, input, target)
+        same_shape(loss.__name__, input, target)
         return reduced(loss(input, target, *args, **options), reduction)
 
-    function.__name__ = function.__qualname__ = name
-    return function
+    return with_parameter(function, "reduction", "mean")
 
 
-mse_loss = elementwise_loss("mse_loss", lambda x, y: square(x - y))
-l1_loss = elementwise_loss("l1_loss", lambda x, y: _abs(x - y))
+@elementwise
+def mse_loss(input: Tensor, target: Tensor) -> Tensor:
+    return square(input - target)
+
+@elementwise
+def l1_loss(input: Tensor, target: Tensor) -> Tensor:
+    return _abs(input - target)
+
+@elementwise
+def huber_loss(input: Tensor, target: Tensor, *, delta: float = 1.0) -> Tensor:
+    distance = _abs(input - target)
+    return where(distance < delta, square(distance) * 0.5, (distance - 0.5 * delta) * delta)
+
+@elementwise
+def smooth_l1_loss(input: Tensor, target: Tensor, *, beta: float = 1.0) -> Tensor:
+    return huber_loss(input, target, delta=beta, reduction="none") / beta if beta else \
+        _abs(input - target)
+
+@elementwise
+def binary_cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
+    losses = -clamp(log(input), min=-100) * target - clamp(log1p(-input), min=-100) * (1 - target)
+    return losses if weight is None else losses * weight
+
+@elementwise
+def binary_cross_entropy_with_logits(input: Tensor, target: Tensor, weight: Tensor | None = None,
+                                     *, pos_weight: Tensor | None = None) -> Tensor:
+    scale = 1 if pos_weight is None else (pos_weight - 1) * target + 1
+    losses = input * (1 - target) + scale * _softplus(-input)
+    return losses if weight is None else losses * weight
+
+@elementwise
+def kl_div(input: Tensor, target: Tensor, *, log_target: bool = False) -> Tensor:
+    """target * (log(target) - input), for input in logarithms; 0 where the target is 0."""
+    if log_target:
+        return exp(target) * (target - input)
+    return target * log(where(target == 0, 1.0, target)) - target * input
 
 
-def nll_loss(input: Tensor, target: Tensor, weight: Tensor | None = None,
-             ignore_index: int = -100, reduction: str = "mean") -> Tensor:
-    """The negative log-probability of the target classes; input (batch, classes, ...)."""
-    if input.ndim == 1:
-        input, target = input.unsqueeze(0), target.unsqueeze(0)
-        loss = nll_loss(input, target, weight, ignore_index, reduction)
-        return loss.squeeze(0) if reduction == "none" else loss
-    classes = input.shape[1]
-    if target.shape != (input.shape[0], *input.shape[2:]):
-        raise ValueError(f"class targets for an input of shape {tuple(input.shape)} have shape "
-                         f"{(input.shape[0], *input.shape[2:])}, not {tuple(target.shape)}")
-    index = target._array
+def class_losses(logs: Tensor, target: Tensor, weight: Tensor | None,
+                 ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Minus the log-probabilities of the target classes, and their weights, 0 where ignored."""
+    axis = min(logs.ndim - 1, 1)
+    classes, index = logs.shape[axis], target._array
+    if target.shape != (shape := (*logs.shape[:axis], *logs.shape[axis + 1 :])):
+        raise ValueError(f"class targets for an input of shape {tuple(logs.shape)} have shape "
+                         f"{shape}, not {tuple(target.shape)}")
     ignored = index == ignore_index
     if target.dtype.kind not in "iu" or (((index < 0) | (index >= classes)) & ~ignored).any():
         raise IndexError(f"class targets are integers from 0 to {classes - 1} (or ignore_index "
                          f"{ignore_index}): found {target.dtype} from {index.min()} to "
                          f"{index.max()}")
     safe = np.where(ignored, 0, index)
-    weights = (~ignored).astype(input.dtype)
-    if weight is not None:
-        weights = weights * weight._array[safe].astype(input.dtype)
-    picked = gather(input, 1, wrap(np.expand_dims(safe, 1))).squeeze(1)
-    losses = -where(ignored, 0.0, picked) * wrap(weights)
-    if reduction == "mean":  # of the picked weights, not of the batch
-        return losses.sum() / wrap(weights.sum())
-    return reduced(losses, reduction)
+    weights = ~ignored * (1 if weight is None else weight._array[safe])
+    picked = gather(logs, axis, wrap(np.expand_dims(safe, axis))).squeeze(axis)
+    weights = wrap(weights.astype(logs.dtype))
+    return -where(ignored, 0.0, picked) * weights, weights
 
 
-def cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None = None,
+def nll_loss(input: Tensor, target: Tensor, weight: Tensor | None = None, *,
+             ignore_index: int = -100, reduction: str = "mean") -> Tensor:
+    """The negative log-probability of the target classes; input (batch, classes, ...)."""
+    losses, weights = class_losses(input, target, weight, ignore_index)
+    return reduced(losses, reduction, weights)
+
+
+def cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None = None, *,
                   ignore_index: int = -100, reduction: str = "mean",
                   label_smoothing: float = 0.0) -> Tensor:
     """The cross entropy between softmax(input) and the target: class indices (batch, ...), or
@@ -2848,41 +3399,59 @@ def cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None = None,
 
     Label smoothing mixes the target with the uniform distribution: (1 - s) target + s / classes
     (Szegedy et al., 2016)."""
-    axis = 0 if input.ndim == 1 else 1
-    classes = input.shape[axis]
-    logs = _log_softmax(input, dim=axis)
-    weights = ones(classes, dtype=input.dtype) if weight is None else weight
-    shape = (-1, *(1,) * (input.ndim - axis - 1))
+    axis = min(input.ndim - 1, 1)
+    classes, logs = input.shape[axis], _log_softmax(input, dim=axis)
+    weighted = logs if weight is None else \
+        logs * weight.reshape(-1, *(1,) * (input.ndim - axis - 1))
     if target.dtype.kind == "f":
         same_shape("cross_entropy with probabilities", input, target)
         smooth = target * (1 - label_smoothing) + label_smoothing / classes
-        losses = -(logs * smooth * weights.reshape(shape)).sum(axis)
-        if reduction == "mean":
-            return losses.sum() / max(losses.numel(), 1)
-        return reduced(losses, reduction)
-    exact = nll_loss(logs, target, weight, ignore_index, reduction)
-    if not label_smoothing:
-        return exact
-    keep = wrap((target._array != ignore_index).astype(input.dtype))
-    spread_out = -(logs * weights.reshape(shape)).sum(axis) * keep
-    if reduction == "mean":
-        picked = weights._array[np.where(keep._array != 0, target._array, 0)] * keep._array
-        spread_out = spread_out.sum() / wrap(picked.sum())
-    else:
-        spread_out = reduced(spread_out, reduction)
-    return exact * (1 - label_smoothing) + spread_out * (label_smoothing / classes)
+        losses = -(weighted * smooth).sum(axis)
+        return reduced(losses, reduction, wrap(input.dtype.type(max(losses.numel(), 1))))
+    losses, weights = class_losses(logs, target, weight, ignore_index)
+    if label_smoothing:
+        everywhere = -weighted.sum(axis) * (target != ignore_index)
+        losses = losses * (1 - label_smoothing) + everywhere * (label_smoothing / classes)
+    return reduced(losses, reduction, weights)
 
 
-def binary_cross_entropy_with_logits(input: Tensor, target: Tensor, weight: Tensor | None = None,
-                                     reduction: str = "mean",
-                                     pos_weight: Tensor | None = None) -> Tensor:
-    same_shape("binary_cross_entropy_with_logits", input, target)
-    if pos_weight is None:
-        losses = _softplus(input) - input * target
+def triplet_margin_loss(anchor: Tensor, positive: Tensor, negative: Tensor, margin: float = 1.0,
+                        p: float = 2.0, eps: float = 1e-6, swap: bool = False, *,
+                        reduction: str = "mean") -> Tensor:
+    far = pairwise_distance(anchor, negative, p, eps)
+    if swap:
+        far = minimum(far, pairwise_distance(positive, negative, p, eps))
+    return reduced(relu(pairwise_distance(anchor, positive, p, eps) - far + margin), reduction)
+
+
+# -- attention -------------------------------------------------------------------------------------
+
+
+def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor,
+                                 attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+                                 is_causal: bool = False, scale: float | None = None) -> Tensor:
+    """softmax(query @ key.T / sqrt(width)) @ value (Vaswani et al., 2017).
+
+    A boolean mask says who may be looked at; a query that may look at nothing gives 0."""
+    return attend(query, key, value, attn_mask, dropout_p, is_causal, scale)[0]
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p: float,
+           is_causal: bool, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = matmul(query * scale, transpose(key, -1, -2))
+    if is_causal:
+        mask = wrap(np.tri(*scores.shape[-2:], dtype=bool))
+    if mask is not None and mask.dtype.kind == "b":
+        scores = where(mask, scores, -math.inf)
+        alone = ~mask._array.any(-1, keepdims=True)
+        if alone.any():  # rows of -inf alone would become NaN
+            weights = where(alone, 0.0, softmax(where(alone, 0.0, scores), -1))
+        else:
+            weights = softmax(scores, -1)
     else:
-        scale = 1 + (pos_weight - 1) * target
-        losses = input * (1 - target) + scale * _softplus(-input)
-    return reduced(losses if weight is None else losses * weight, reduction)
+        weights = softmax(scores if mask is None else scores + mask, -1)
+    return matmul(dropout(weights, p), value), weights
 
 
 # =================================================================================================
@@ -2910,17 +3479,21 @@ class Buffer(Tensor):
         self._array, self._storage, self.persistent = data._array, data._storage, persistent
 
 
+# What a module registers, by attribute; "_modules": Module comes below.
+REGISTRIES: dict[str, type] = {"_parameters": Parameter, "_buffers": Buffer}
+
+
 class Module:
     """A part of a model: parameters, buffers and further modules, found by attribute name."""
 
     training = True
+    shown = ""  # what repr tells, see extra_repr
     _parameters: dict[str, Parameter | None]
     _buffers: dict[str, Tensor | None]
     _modules: dict[str, Any]
 
     def __init__(self) -> None:
-        for registry in ("_parameters", "_buffers", "_modules", "_forward_hooks",
-                         "_forward_pre_hooks"):
+        for registry in (*REGISTRIES, "_forward_hooks", "_forward_pre_hooks"):
             object.__setattr__(self, registry, {})
         object.__setattr__(self, "_transient", set())  # buffers that state_dict leaves out
 
@@ -2947,44 +3520,41 @@ class Module:
     # -- registration: attributes that are parameters, buffers or modules ------------------------
 
     def __setattr__(self, name: str, value: Any) -> None:
-        registries = self.__dict__
-        if "_parameters" not in registries:
-            if isinstance(value, (Parameter, Module, Buffer)):
-                raise AttributeError(
-                    f"{type(self).__name__} assigns {name!r} before super().__init__()"
-                )
+        kind = next((r for r, cls in REGISTRIES.items() if isinstance(value, cls)), None)
+        if "_parameters" not in self.__dict__:
+            if kind is not None:
+                raise AttributeError(f"{type(self).__name__} assigns {name!r} before "
+                                     "super().__init__()")
             return object.__setattr__(self, name, value)
-        kind = ("_parameters" if isinstance(value, Parameter) else
-                "_modules" if isinstance(value, Module) else
-                "_buffers" if isinstance(value, Buffer) else None)
-        for registry in ("_parameters", "_modules", "_buffers"):
-            if name in registries[registry]:
+        for registry in REGISTRIES:
+            found = self.__dict__[registry]
+            if name in found:
                 if kind == registry or value is None or (
                     registry == "_buffers" and isinstance(value, Tensor)
                 ):
-                    registries[registry][name] = value
+                    found[name] = value
                     return
                 if kind is None and registry != "_buffers":
                     raise TypeError(f"cannot assign {type(value).__name__} to {name!r}, which is "
                                     f"registered as a {registry[1:-1]}: assign one, or None")
-                del registries[registry][name]
+                del found[name]
         if kind is None:
             refuse_hidden(type(self).__name__, name, value)
             return object.__setattr__(self, name, value)
-        registries.pop(name, None)
-        registries[kind][name] = value
+        self.__dict__.pop(name, None)
+        self.__dict__[kind][name] = value
         if kind == "_buffers" and not value.persistent:
             self._transient.add(name)
 
     def __getattr__(self, name: str) -> Any:
-        for registry in ("_parameters", "_modules", "_buffers"):
+        for registry in REGISTRIES:
             found = self.__dict__.get(registry, {})
             if name in found:
                 return found[name]
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def __delattr__(self, name: str) -> None:
-        for registry in ("_parameters", "_modules", "_buffers"):
+        for registry in REGISTRIES:
             if name in self.__dict__[registry]:
                 del self.__dict__[registry][name]
                 return
@@ -3042,6 +3612,9 @@ class Module:
                       remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
         return self._named("_buffers", prefix, recurse, remove_duplicate)
 
+    def named_children(self) -> Iterator[tuple[str, Module]]:
+        return ((n, m) for n, m in self._modules.items() if m is not None)
+
     def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
         return (p for _, p in self.named_parameters(recurse=recurse))
 
@@ -3050,9 +3623,6 @@ class Module:
 
     def modules(self) -> Iterator[Module]:
         return (m for _, m in self.named_modules())
-
-    def named_children(self) -> Iterator[tuple[str, Module]]:
-        return ((n, m) for n, m in self._modules.items() if m is not None)
 
     def children(self) -> Iterator[Module]:
         return (m for _, m in self.named_children())
@@ -3086,27 +3656,18 @@ class Module:
         for parameter in self.parameters():
             clear_grad(parameter, set_to_none)
 
-    def to(self, *args: Any, dtype: Any = None, **options: Any) -> Module:
+    def to(self, *args: Any, **options: Any) -> Module:
         """Cast floating point parameters and buffers to a dtype; the device is always the CPU."""
-        probe = zeros(()).to(*args, dtype=dtype, **options)
-        if dtype is None and probe.dtype == float32 and not any(
-            isinstance(a, (np.dtype, type, Tensor)) for a in args
-        ):
-            return self
+        dtype = dtype_in(*args, **options)
         for _, tensor in itertools.chain(self.named_parameters(), self.named_buffers()):
-            if tensor.dtype.kind == "f":
-                tensor.data = tensor.detach().to(probe.dtype)
-                tensor.grad = None if tensor.grad is None else tensor.grad.to(probe.dtype)
+            if dtype is not None and tensor.dtype.kind == "f":
+                tensor.data = tensor.detach().to(dtype)
+                tensor.grad = None if tensor.grad is None else tensor.grad.to(dtype)
         return self
 
-    def float(self) -> Module:
-        return self.to(float32)
-
-    def double(self) -> Module:
-        return self.to(float64)
-
-    def half(self) -> Module:
-        return self.to(float16)
+    float = functools.partialmethod(to, dtype=float32)
+    double = functools.partialmethod(to, dtype=float64)
+    half = functools.partialmethod(to, dtype=float16)
 
     def cpu(self) -> Module:
         return self
@@ -3127,15 +3688,12 @@ class Module:
         own = self.state_dict()
         missing = [name for name in own if name not in state_dict]
         unexpected = [name for name in state_dict if name not in own]
-        problems = []
-        if strict and missing:
-            problems.append(f"missing: {', '.join(missing)}")
-        if strict and unexpected:
-            problems.append(f"unexpected: {', '.join(unexpected)}")
-        for name, tensor in own.items():
-            if name in state_dict and np.shape(to_array(state_dict[name])) != tensor.shape:
-                problems.append(f"{name} has shape {tuple(tensor.shape)} in the model and "
-                                f"{np.shape(to_array(state_dict[name]))} in the state")
+        problems = [f"{what}: {', '.join(names)}" for what, names in
+                    (("missing", missing), ("unexpected", unexpected)) if strict and names]
+        problems += [f"{name} has shape {tuple(tensor.shape)} in the model and "
+                     f"{np.shape(to_array(state_dict[name]))} in the state"
+                     for name, tensor in own.items() if name in state_dict
+                     and np.shape(to_array(state_dict[name])) != tensor.shape]
         if problems:
             raise RuntimeError(f"cannot load this state into {type(self).__name__}: "
                                + "; ".join(problems))
@@ -3148,16 +3706,40 @@ class Module:
     # -- printing --------------------------------------------------------------------------------
 
     def extra_repr(self) -> str:
-        return ""
+        """What `shown` lists: `name` for the value alone, `name=` for both, `name=!` with quotes
+        around text, `name=,` as a tuple, `name=?` if it differs from the constructor's default."""
+        parts = []
+        for item in self.shown.split():
+            name = item.rstrip("=!?,")
+            value = getattr(self, name)
+            value = numbers(value, 1) if "," in item else value
+            if name == "bias" and not isinstance(value, bool):
+                value = value is not None
+            if "?" in item:
+                default = inspect.signature(type(self)).parameters[name].default
+                if value == default or isinstance(value, tuple) and set(value) == {default}:
+                    continue
+            text = repr(value) if "!" in item else str(value)
+            parts.append(f"{name}={text}" if "=" in item else text)
+        return ", ".join(parts)
 
     def __repr__(self) -> str:
-        lines = []
-        for name, module in self._modules.items():
-            lines.append(f"({name}): " + repr(module).replace("\n", "\n  "))
-        name, extra = type(self).__name__, self.extra_repr()
-        if not lines:
-            return f"{name}({extra})"
-        return f"{name}({extra}\n  " + "\n  ".join(lines) + "\n)"
+        children = [(f"({name})", repr(module)) for name, module in self._modules.items()]
+        if isinstance(self, ModuleList):  # runs of equal children are counted
+            runs = [[k for k, _ in run] for _, run in
+                    itertools.groupby(enumerate(children), lambda item: item[1][1])]
+            children = [(f"({r[0]}-{r[-1]}): {len(r)} x" if len(r) > 1 else f"({r[0]})",
+                         children[r[0]][1]) for r in runs]
+        extra = self.extra_repr()
+        if not children and "\n" not in extra:
+            return f"{type(self).__name__}({extra})"
+        lines = [extra] if extra else []
+        lines += [f"{name}{' ' if name.endswith('x') else ': '}{text}" for name, text in children]
+        inner = "\n".join(lines).replace("\n", "\n  ")
+        return f"{type(self).__name__}(\n  {inner}\n)"
+
+
+REGISTRIES["_modules"] = Module
 
 
 class LoadResult(tuple):
@@ -3178,7 +3760,6 @@ def holds_layers(value: Any) -> bool:
         return any(map(holds_layers, value.values() if isinstance(value, dict) else value))
     return isinstance(value, (Module, Parameter))
 
-
 def refuse_hidden(owner: str, name: str, value: Any) -> None:
     """Layers in a plain list or dict would be neither trained nor saved, without a word."""
     if isinstance(value, (list, tuple, dict)) and holds_layers(value):
@@ -3188,7 +3769,6 @@ def refuse_hidden(owner: str, name: str, value: Any) -> None:
             "nn.ParameterList"
         )
 
-
 def clear_grad(parameter: Tensor, set_to_none: bool) -> None:
     if set_to_none:
         parameter.grad = None
@@ -3197,70 +3777,97 @@ def clear_grad(parameter: Tensor, set_to_none: bool) -> None:
         parameter.grad.zero_()
 
 
+# -- containers ------------------------------------------------------------------------------------
+
+
+class ModuleList(Module):
+    """A list of modules that are registered."""
+
+    def __init__(self, modules: Iterable[Any] = ()) -> None:
+        super().__init__()
+        self.extend(modules)
+
+    def items(self) -> dict[str, Any]:
+        return self._modules
+
+    def append(self, module: Any) -> Any:
+        self.add_module(str(len(self)), module)
+        return self
+
+    def extend(self, modules: Iterable[Any]) -> Any:
+        for module in modules:
+            self.append(module)
+        return self
+
+    def insert(self, index: int, module: Any) -> None:
+        modules = list(self)
+        modules.insert(index, module)
+        self._modules.clear()
+        self.extend(modules)
+
+    def __len__(self) -> int:
+        return len(self.items())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(self.items().values()))
+
+    def __getitem__(self, index: Any) -> Any:
+        found = list(self)[index]
+        return type(self)(found) if isinstance(index, slice) else found
+
+    def __setitem__(self, index: int, module: Any) -> None:
+        setattr(self, list(self.items())[index], module)
+
+
+class ParameterList(ModuleList):
+    """A list of parameters that are registered."""
+
+    def items(self) -> dict[str, Any]:
+        return self._parameters
+
+    def append(self, parameter: Any) -> ParameterList:
+        parameter = parameter if isinstance(parameter, Parameter) else Parameter(parameter)
+        self.register_parameter(str(len(self)), parameter)
+        return self
+
+    def extra_repr(self) -> str:
+        return "\n".join(f"  ({k}): Parameter containing: [torch.{p.dtype} of size "
+                         f"{'x'.join(map(str, p.shape))}]" for k, p in enumerate(self))
+
+
 class Sequential(Module):
     """Modules one after the other, each taking the result of the one before."""
 
     def __init__(self, *modules: Any) -> None:
         super().__init__()
         first = modules[0] if len(modules) == 1 else None
-        named = first.items() if isinstance(first, dict) else enumerate(modules)
-        for name, module in named:
+        for name, module in first.items() if isinstance(first, dict) else enumerate(modules):
             self.add_module(str(name), module)
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, input: Any) -> Any:
         for module in self._modules.values():
-            x = module(x)
-        return x
+            input = module(input)
+        return input
 
-    def __len__(self) -> int:
-        return len(self._modules)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._modules.values())
+    items = ModuleList.items
+    append, __len__, __iter__ = ModuleList.append, ModuleList.__len__, ModuleList.__iter__
+    __setitem__ = ModuleList.__setitem__
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return type(self)(OrderedDict(list(self._modules.items())[index]))
         return list(self._modules.values())[index]
 
-    def append(self, module: Module) -> Sequential:
-        self.add_module(str(len(self)), module)
-        return self
 
-
-class ModuleList(Module):
-    """A list of modules that are registered."""
-
-    def __init__(self, modules: Iterable[Module] = ()) -> None:
-        super().__init__()
-        self.extend(modules)
-
-    __len__, __iter__ = Sequential.__len__, Sequential.__iter__
-
-    def __getitem__(self, index: Any) -> Any:
-        modules = list(self._modules.values())
-        return ModuleList(modules[index]) if isinstance(index, slice) else modules[index]
-
-    def __setitem__(self, index: int, module: Module) -> None:
-        self._modules[str(range(len(self))[index])] = module
-
-    def append(self, module: Module) -> ModuleList:
-        self.add_module(str(len(self)), module)
-        return self
-
-    def extend(self, modules: Iterable[Module]) -> ModuleList:
-        for module in modules:
-            self.append(module)
-        return self
-
-
-class ModuleDict(Module):
+class ModuleDict(Module, collections.abc.Mapping):
     """A dict of modules that are registered."""
+
+    __eq__, __hash__ = object.__eq__, object.__hash__  # not by what they hold
 
     def __init__(self, modules: Any = ()) -> None:
         super().__init__()
         for name, module in dict(modules).items():
-            self.add_module(name, module)
+            self[name] = module
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -3273,41 +3880,6 @@ class ModuleDict(Module):
 
     def __setitem__(self, name: str, module: Module) -> None:
         self.add_module(name, module)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._modules
-
-    def keys(self) -> Any:
-        return self._modules.keys()
-
-    def values(self) -> Any:
-        return self._modules.values()
-
-    def items(self) -> Any:
-        return self._modules.items()
-
-
-class ParameterList(Module):
-    """A list of parameters that are registered."""
-
-    def __init__(self, parameters: Iterable[Any] = ()) -> None:
-        super().__init__()
-        for parameter in parameters:
-            self.append(parameter)
-
-    def append(self, parameter: Any) -> ParameterList:
-        parameter = parameter if isinstance(parameter, Parameter) else Parameter(parameter)
-        self.register_parameter(str(len(self)), parameter)
-        return self
-
-    def __len__(self) -> int:
-        return len(self._parameters)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._parameters.values())
-
-    def __getitem__(self, index: int) -> Any:
-        return list(self._parameters.values())[index]
 
 
 # -- initial values --------------------------------------------------------------------------------
@@ -3330,46 +3902,50 @@ def calculate_gain(nonlinearity: str, param: float | None = None) -> float:
         return math.sqrt(2 / (1 + (0.01 if param is None else param) ** 2))
     return 1.0 if nonlinearity.startswith("conv") else GAINS[nonlinearity]
 
-
+@no_grad()
 def uniform_(tensor: Tensor, a: float = 0.0, b: float = 1.0,
              generator: Generator | None = None) -> Tensor:
-    with no_grad():
-        return tensor.uniform_(a, b, generator=generator)
+    return tensor.uniform_(a, b, generator=generator)
 
-
+@no_grad()
 def normal_(tensor: Tensor, mean: float = 0.0, std: float = 1.0,
             generator: Generator | None = None) -> Tensor:
-    with no_grad():
-        return tensor.normal_(mean, std, generator=generator)
+    return tensor.normal_(mean, std, generator=generator)
 
-
+@no_grad()
 def constant_(tensor: Tensor, val: float) -> Tensor:
-    with no_grad():
-        return tensor.fill_(val)
-
+    return tensor.fill_(val)
 
 def zeros_(tensor: Tensor) -> Tensor:
     return constant_(tensor, 0.0)
 
-
 def ones_(tensor: Tensor) -> Tensor:
     return constant_(tensor, 1.0)
 
+@no_grad()
+def eye_(tensor: Tensor) -> Tensor:
+    return tensor.copy_(eye(*tensor.shape))
+
+@no_grad()
+def orthogonal_(tensor: Tensor, gain: float = 1.0) -> Tensor:
+    """Rows (or columns, if there are more rows) of length gain at right angles (Saxe et al.,
+    2014)."""
+    n, m = tensor.shape[0], math.prod(tensor.shape[1:])
+    q, r = np.linalg.qr(rng().standard_normal((max(n, m), min(n, m))))
+    q = q * np.sign(np.diag(r))  # else not all orthogonal matrices are equally likely
+    return tensor.copy_(wrap((gain * (q.T if n < m else q)).reshape(tensor.shape)))
 
 def xavier_uniform_(tensor: Tensor, gain: float = 1.0) -> Tensor:
     """Glorot and Bengio, 2010: variance 2 / (fan in + fan out)."""
     bound = gain * math.sqrt(6 / sum(fans(tensor)))
     return uniform_(tensor, -bound, bound)
 
-
 def xavier_normal_(tensor: Tensor, gain: float = 1.0) -> Tensor:
     return normal_(tensor, 0.0, gain * math.sqrt(2 / sum(fans(tensor))))
-
 
 def kaiming_std(tensor: Tensor, a: float, mode: str, nonlinearity: str) -> float:
     fan = fans(tensor)[0 if mode == "fan_in" else 1]
     return calculate_gain(nonlinearity, a) / math.sqrt(fan)
-
 
 def kaiming_uniform_(tensor: Tensor, a: float = 0, mode: str = "fan_in",
                      nonlinearity: str = "leaky_relu") -> Tensor:
@@ -3377,20 +3953,18 @@ def kaiming_uniform_(tensor: Tensor, a: float = 0, mode: str = "fan_in",
     bound = math.sqrt(3) * kaiming_std(tensor, a, mode, nonlinearity)
     return uniform_(tensor, -bound, bound)
 
-
 def kaiming_normal_(tensor: Tensor, a: float = 0, mode: str = "fan_in",
                     nonlinearity: str = "leaky_relu") -> Tensor:
     return normal_(tensor, 0.0, kaiming_std(tensor, a, mode, nonlinearity))
 
-
+@no_grad()
 def trunc_normal_(tensor: Tensor, mean: float = 0.0, std: float = 1.0, a: float = -2.0,
                   b: float = 2.0) -> Tensor:
     """Normal numbers between a and b: those outside are drawn again."""
     array = rng().normal(mean, std, tensor.shape)
     while (outside := (array < a) | (array > b)).any():
         array[outside] = rng().normal(mean, std, int(outside.sum()))
-    with no_grad():
-        return tensor.copy_(wrap(array))
+    return tensor.copy_(wrap(array))
 
 
 # -- layers ----------------------------------------------------------------------------------------
@@ -3406,21 +3980,20 @@ def uniform_parameter(*shape: int, fan: int) -> Parameter:
 class Linear(Module):
     """x @ weight.T + bias, for x (..., in_features)."""
 
+    shown = "in_features= out_features= bias="
+
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.weight = uniform_parameter(out_features, in_features, fan=in_features)
         self.bias = uniform_parameter(out_features, fan=in_features) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
-
-    def extra_repr(self) -> str:
-        return (f"in_features={self.in_features}, out_features={self.out_features}, "
-                f"bias={self.bias is not None}")
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)
 
 
 class _Conv(Module):
+    shown = "in_channels out_channels kernel_size= stride= padding=? dilation=? groups=? bias=?"
     n: int
     function: Callable
 
@@ -3434,60 +4007,61 @@ class _Conv(Module):
         self.kernel_size = numbers(kernel_size, self.n)
         self.stride, self.dilation = numbers(stride, self.n), numbers(dilation, self.n)
         self.padding = padding if isinstance(padding, str) else numbers(padding, self.n)
-        fan = in_channels // groups * math.prod(self.kernel_size)
-        self.weight = uniform_parameter(out_channels, in_channels // groups, *self.kernel_size,
-                                        fan=fan)
+        first, second = self.channels(in_channels, out_channels)
+        fan = second // groups * math.prod(self.kernel_size)
+        self.weight = uniform_parameter(first, second // groups, *self.kernel_size, fan=fan)
         self.bias = uniform_parameter(out_channels, fan=fan) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return type(self).function(x, self.weight, self.bias, self.stride, self.padding,
+    def channels(self, inputs: int, outputs: int) -> tuple[int, int]:
+        """The first two dimensions of the weight."""
+        return outputs, inputs
+
+    def forward(self, input: Tensor) -> Tensor:
+        return type(self).function(input, self.weight, self.bias, self.stride, self.padding,
                                    self.dilation, self.groups)
 
-    def extra_repr(self) -> str:
-        text = (f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, "
-                f"stride={self.stride}")
-        ones, zeros = (1,) * self.n, (0,) * self.n
-        text += f", padding={self.padding}" if self.padding != zeros else ""
-        text += f", dilation={self.dilation}" if self.dilation != ones else ""
-        text += f", groups={self.groups}" if self.groups != 1 else ""
-        return text + (", bias=False" if self.bias is None else "")
+
+class _ConvTranspose(_Conv):
+    shown = ("in_channels out_channels kernel_size= stride= padding=? dilation=? output_padding=? "
+             "groups=? bias=?")
+
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1,
+                 padding: Any = 0, output_padding: Any = 0, groups: int = 1, bias: bool = True,
+                 dilation: Any = 1) -> None:
+        super().__init__(in_channels, out_channels, kernel_size, stride, padding, dilation, groups,
+                         bias)
+        self.output_padding = numbers(output_padding, self.n)
+
+    def channels(self, inputs: int, outputs: int) -> tuple[int, int]:
+        return inputs, outputs
+
+    def forward(self, input: Tensor) -> Tensor:
+        return type(self).function(input, self.weight, self.bias, self.stride, self.padding,
+                                   self.output_padding, self.groups, self.dilation)
 
 
-class Conv1d(_Conv):
-    n, function = 1, staticmethod(conv1d)
+def variant(base: type, name: str, **members: Any) -> Any:
+    """A subclass that differs in a few class attributes."""
+    members = {k: staticmethod(v) if callable(v) else v for k, v in members.items()}
+    return type(name, (base,), {"__module__": __name__, "__doc__": base.__doc__, **members})
 
 
-class Conv2d(_Conv):
-    n, function = 2, staticmethod(conv2d)
+Conv1d, Conv2d = variant(_Conv, "Conv1d", n=1, function=conv1d), \
+    variant(_Conv, "Conv2d", n=2, function=conv2d)
+ConvTranspose1d = variant(_ConvTranspose, "ConvTranspose1d", n=1, function=conv_transpose1d)
+ConvTranspose2d = variant(_ConvTranspose, "ConvTranspose2d", n=2, function=conv_transpose2d)
 
 
-class _MaxPool(Module):
-    function: Callable
+class _Norm(Module):
+    """What normalisation layers share: a weight of ones and a bias of zeros."""
 
-    def __init__(self, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1,
-                 ceil_mode: bool = False) -> None:
-        super().__init__()
-        self.kernel_size, self.stride = kernel_size, kernel_size if stride is None else stride
-        self.padding, self.dilation, self.ceil_mode = padding, dilation, ceil_mode
-
-    def forward(self, x: Tensor) -> Tensor:
-        return type(self).function(x, self.kernel_size, self.stride, self.padding, self.dilation,
-                                   self.ceil_mode)
-
-    def extra_repr(self) -> str:
-        return (f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}, "
-                f"dilation={self.dilation}, ceil_mode={self.ceil_mode}")
+    def affine_parameters(self, shape: Any, weight: bool, bias: bool) -> None:
+        self.weight = Parameter(ones(shape)) if weight else None
+        self.bias = Parameter(zeros(shape)) if weight and bias else None
 
 
-class MaxPool1d(_MaxPool):
-    function = staticmethod(max_pool1d)
-
-
-class MaxPool2d(_MaxPool):
-    function = staticmethod(max_pool2d)
-
-
-class _BatchNorm(Module):
+class _BatchNorm(_Norm):
+    shown = "num_features eps= momentum= affine= bias= track_running_stats="
     dims: tuple[int, ...]
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1,
@@ -3496,59 +4070,95 @@ class _BatchNorm(Module):
         super().__init__()
         self.num_features, self.eps, self.momentum = num_features, eps, momentum
         self.affine, self.track_running_stats = affine, track_running_stats
-        self.weight = Parameter(ones(num_features)) if affine else None
-        self.bias = Parameter(zeros(num_features)) if affine and bias else None
+        self.affine_parameters(num_features, affine, bias)
         track = track_running_stats
         self.register_buffer("running_mean", zeros(num_features) if track else None)
         self.register_buffer("running_var", ones(num_features) if track else None)
         self.register_buffer("num_batches_tracked", tensor(0) if track else None)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if x.ndim not in self.dims or x.shape[1] != self.num_features:
+    def check(self, x: Tensor, channels: int) -> None:
+        if x.ndim not in self.dims or x.shape[channels] != self.num_features:
             raise ValueError(f"{type(self).__name__}({self.num_features}) takes inputs of "
                              f"{' or '.join(map(str, self.dims))} dimensions with "
                              f"{self.num_features} channels second, not shape {tuple(x.shape)}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.check(input, 1)
         momentum = self.momentum
-        if self.training and self.track_running_stats and x.numel():
+        if self.training and self.track_running_stats:
             self.num_batches_tracked += 1
             if momentum is None:  # the plain average over all batches
                 momentum = 1 / self.num_batches_tracked.item()
-        return batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias,
+        return batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias,
                           self.training or not self.track_running_stats, momentum or 0.0, self.eps)
 
-    def extra_repr(self) -> str:
-        return (f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, "
-                f"affine={self.affine}, bias={self.bias is not None}, "
-                f"track_running_stats={self.track_running_stats}")
+
+class _InstanceNorm(_BatchNorm):
+    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1,
+                 affine: bool = False, track_running_stats: bool = False, *,
+                 bias: bool = True) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, bias=bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        single = input.ndim == self.dims[0]
+        self.check(input, 0 if single else 1)
+        out = instance_norm(input.unsqueeze(0) if single else input, self.running_mean,
+                            self.running_var, self.weight, self.bias,
+                            self.training or not self.track_running_stats, self.momentum or 0.0,
+                            self.eps)
+        return out.squeeze(0) if single else out
 
 
-class BatchNorm1d(_BatchNorm):
-    dims = (2, 3)
+BatchNorm1d, BatchNorm2d = variant(_BatchNorm, "BatchNorm1d", dims=(2, 3)), \
+    variant(_BatchNorm, "BatchNorm2d", dims=(4,))
+InstanceNorm1d, InstanceNorm2d = variant(_InstanceNorm, "InstanceNorm1d", dims=(2, 3)), \
+    variant(_InstanceNorm, "InstanceNorm2d", dims=(3, 4))
 
 
-class BatchNorm2d(_BatchNorm):
-    dims = (4,)
+class LayerNorm(_Norm):
+    shown = "normalized_shape eps= elementwise_affine= bias="
 
-
-class LayerNorm(Module):
     def __init__(self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True,
                  bias: bool = True) -> None:
         super().__init__()
         self.normalized_shape, self.eps = numbers(normalized_shape, 1), eps
         self.elementwise_affine = elementwise_affine
-        shape = self.normalized_shape
-        self.weight = Parameter(ones(shape)) if elementwise_affine else None
-        self.bias = Parameter(zeros(shape)) if elementwise_affine and bias else None
+        self.affine_parameters(self.normalized_shape, elementwise_affine, bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+    def forward(self, input: Tensor) -> Tensor:
+        return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
-    def extra_repr(self) -> str:
-        return (f"{self.normalized_shape}, eps={self.eps}, "
-                f"elementwise_affine={self.elementwise_affine}, bias={self.bias is not None}")
+
+class RMSNorm(LayerNorm):
+    shown = "normalized_shape eps= elementwise_affine="
+
+    def __init__(self, normalized_shape: Any, eps: Any = None,
+                 elementwise_affine: bool = True) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return rms_norm(input, self.normalized_shape, self.weight, self.eps)
+
+
+class GroupNorm(_Norm):
+    shown = "num_groups num_channels eps= affine= bias="
+
+    def __init__(self, num_groups: int, num_channels: int, eps: float = 1e-5,
+                 affine: bool = True, *, bias: bool = True) -> None:
+        super().__init__()
+        if num_channels % num_groups:
+            raise ValueError(f"{num_groups} groups do not divide {num_channels} channels")
+        self.num_groups, self.num_channels, self.eps = num_groups, num_channels, eps
+        self.affine = affine
+        self.affine_parameters(num_channels, affine, bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
 
 
 class Embedding(Module):
+    shown = "num_embeddings embedding_dim padding_idx=?"
+
     def __init__(self, num_embeddings: int, embedding_dim: int,
                  padding_idx: int | None = None) -> None:
         super().__init__()
@@ -3558,98 +4168,386 @@ class Embedding(Module):
         if padding_idx is not None:
             self.weight._array[padding_idx] = 0
 
-    def forward(self, x: Tensor) -> Tensor:
-        return embedding(x, self.weight, self.padding_idx)
+    @classmethod
+    def from_pretrained(cls, embeddings: Tensor, freeze: bool = True,
+                        padding_idx: int | None = None) -> Embedding:
+        made = cls(embeddings.shape[0], embeddings.shape[1], padding_idx)
+        made.weight = Parameter(embeddings, not freeze)
+        return made
 
-    def extra_repr(self) -> str:
-        text = f"{self.num_embeddings}, {self.embedding_dim}"
-        return text if self.padding_idx is None else f"{text}, padding_idx={self.padding_idx}"
+    def forward(self, input: Tensor) -> Tensor:
+        return embedding(input, self.weight, self.padding_idx)
+
+
+class PReLU(Module):
+    shown = "num_parameters="
+
+    def __init__(self, num_parameters: int = 1, init: float = 0.25) -> None:
+        super().__init__()
+        self.num_parameters = num_parameters
+        self.weight = Parameter(full((num_parameters,), init))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return prelu(input, self.weight)
 
 
 class Dropout(Module):
+    shown = "p= inplace="
+    function: Callable = staticmethod(dropout)
+
     def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
         super().__init__()
         if not 0 <= p <= 1:
             raise ValueError(f"dropout probability must be between 0 and 1, not {p}")
         self.p, self.inplace = p, inplace
 
-    def forward(self, x: Tensor) -> Tensor:
-        return dropout(x, self.p, self.training)
+    def forward(self, input: Tensor) -> Tensor:
+        return type(self).function(input, self.p, self.training, inplace=self.inplace)
 
-    def extra_repr(self) -> str:
-        return f"p={self.p}, inplace={self.inplace}"
+
+Dropout2d = variant(Dropout, "Dropout2d", function=dropout2d)
 
 
 class Identity(Module):
     def __init__(self, *ignored: Any, **also_ignored: Any) -> None:
         super().__init__()
 
-    def forward(self, x: Any) -> Any:
-        return x
+    def forward(self, input: Any) -> Any:
+        return input
 
 
-class Flatten(Module):
-    def __init__(self, start_dim: int = 1, end_dim: int = -1) -> None:
-        super().__init__()
-        self.start_dim, self.end_dim = start_dim, end_dim
-
-    def forward(self, x: Tensor) -> Tensor:
-        return flatten(x, self.start_dim, self.end_dim)
-
-    def extra_repr(self) -> str:
-        return f"start_dim={self.start_dim}, end_dim={self.end_dim}"
+# -- layers without parameters ---------------------------------------------------------------------
+#
+# Each is a function of section 3 that remembers its arguments: the constructor takes what the
+# function takes after its inputs, with the same names and defaults.
 
 
-def layer(name: str, function: Callable, **defaults: Any) -> type[Module]:
-    """A module without parameters that calls a function of the input with its arguments."""
+def bind(name: str, signature: inspect.Signature, args: tuple, options: dict) -> dict[str, Any]:
+    """The arguments by name, with defaults for those not given."""
+    try:
+        bound = signature.bind(*args, **options)
+    except TypeError as error:
+        raise TypeError(f"{name} takes {signature}: {error}") from None
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def layer(name: str, function: Callable, shown: str = "", inputs: int = 1,
+          **defaults: Any) -> Any:
+    parameters = [p.replace(kind=p.POSITIONAL_OR_KEYWORD, default=defaults.get(p.name, p.default))
+                  for p in list(inspect.signature(function).parameters.values())[inputs:]]
+    signature = inspect.Signature(parameters)
 
     def __init__(self: Any, *args: Any, **options: Any) -> None:
         Module.__init__(self)
-        unknown = [key for key in options if key not in defaults]
-        if len(args) > len(defaults) or unknown:
-            raise TypeError(f"{name} takes {list(defaults)}, not {unknown or args}")
-        self.arguments = {**defaults, **dict(zip(defaults, args)), **options}
-        for key, value in self.arguments.items():
-            setattr(self, key, value)
+        arguments = bind(name, signature, args, options)
+        if isinstance(arguments.get("scale_factor"), int):  # printed as 2.0
+            arguments["scale_factor"] = float(arguments["scale_factor"])
+        if "stride" in arguments and arguments["stride"] is None:
+            arguments["stride"] = arguments["kernel_size"]
+        self.names = tuple(arguments)
+        for key, value in arguments.items():
+            if isinstance(value, Tensor):  # the weight of a loss is part of its state
+                self.register_buffer(key, value)
+            else:
+                setattr(self, key, value)
 
-    def forward(self: Any, *inputs: Any) -> Tensor:
-        return function(*inputs, **self.arguments)
+    def forward(self: Any, *inputs: Any, **named: Any) -> Tensor:
+        return function(*inputs, **named, **{key: getattr(self, key) for key in self.names})
 
-    def extra_repr(self: Any) -> str:
-        changed = {k: v for k, v in self.arguments.items() if v is not None and v is not False}
-        return ", ".join(f"{k}={v!r}" for k, v in changed.items())
-
-    return type(name, (Module,), {"__init__": __init__, "forward": forward,
-                                  "extra_repr": extra_repr, "__module__": __name__})
-
-
-def activation(function: Callable) -> Callable:
-    """relu(x, inplace=True), where a function by itself only makes new tensors."""
-
-    def call(x: Tensor, inplace: bool = False, **options: Any) -> Tensor:
-        return in_place(function, function.__name__ + "_")(x, **options) if inplace else \
-            function(x, **options)
-
-    return call
+    return type(name, (Module,), {"__init__": __init__, "forward": forward, "shown": shown,
+                                  "__signature__": signature, "__doc__": function.__doc__,
+                                  "__module__": __name__})
 
 
-ReLU = layer("ReLU", activation(relu), inplace=False)
 Tanh, Sigmoid = layer("Tanh", tanh), layer("Sigmoid", sigmoid)
-GELU = layer("GELU", gelu, approximate="none")
-SiLU = layer("SiLU", activation(silu), inplace=False)
-LeakyReLU = layer("LeakyReLU", activation(leaky_relu), negative_slope=0.01, inplace=False)
-ELU = layer("ELU", activation(elu), alpha=1.0, inplace=False)
-Softplus = layer("Softplus", softplus, beta=1.0, threshold=20.0)
-LogSigmoid = layer("LogSigmoid", logsigmoid)
-Softmax, LogSoftmax = (layer(n, f, dim=-1) for n, f in
-                       (("Softmax", softmax), ("LogSoftmax", log_softmax)))
-MSELoss = layer("MSELoss", mse_loss, reduction="mean")
-L1Loss = layer("L1Loss", l1_loss, reduction="mean")
-NLLLoss = layer("NLLLoss", nll_loss, weight=None, ignore_index=-100, reduction="mean")
-CrossEntropyLoss = layer("CrossEntropyLoss", cross_entropy, weight=None, ignore_index=-100,
-                         reduction="mean", label_smoothing=0.0)
-BCEWithLogitsLoss = layer("BCEWithLogitsLoss", binary_cross_entropy_with_logits, weight=None,
-                          reduction="mean", pos_weight=None)
+LogSigmoid, Softsign = layer("LogSigmoid", logsigmoid), layer("Softsign", softsign)
+ReLU, ReLU6, SELU, SiLU, Mish = (
+    layer(name, function, "inplace=?") for name, function in
+    (("ReLU", relu), ("ReLU6", relu6), ("SELU", selu), ("SiLU", silu), ("Mish", mish)))
+LeakyReLU = layer("LeakyReLU", leaky_relu, "negative_slope= inplace=?")
+ELU = layer("ELU", elu, "alpha= inplace=?")
+Hardtanh = layer("Hardtanh", hardtanh, "min_val= max_val= inplace=?")
+GELU = layer("GELU", gelu, "approximate=!")
+Softplus = layer("Softplus", softplus, "beta= threshold=")
+GLU = layer("GLU", glu, "dim=")
+Softmax, LogSoftmax = layer("Softmax", softmax, "dim="), layer("LogSoftmax", log_softmax, "dim=")
+MaxPool1d, MaxPool2d = (
+    layer(f"MaxPool{n}d", function, "kernel_size= stride= padding= dilation= ceil_mode=")
+    for n, function in ((1, max_pool1d), (2, max_pool2d)))
+AvgPool1d = layer("AvgPool1d", avg_pool1d, "kernel_size=, stride=, padding=,")
+AvgPool2d = layer("AvgPool2d", avg_pool2d, "kernel_size= stride= padding=")
+AdaptiveAvgPool1d, AdaptiveAvgPool2d = (
+    layer(f"AdaptiveAvgPool{n}d", function, "output_size=")
+    for n, function in ((1, adaptive_avg_pool1d), (2, adaptive_avg_pool2d)))
+Flatten = layer("Flatten", flatten, "start_dim= end_dim=", start_dim=1)
+Unflatten = layer("Unflatten", lambda input, dim, unflattened_size:
+                  unflatten(input, dim, unflattened_size), "dim= unflattened_size=")
+Upsample = layer("Upsample", interpolate, "scale_factor=? size=? mode=!")
+Unfold = layer("Unfold", unfold, "kernel_size= dilation= padding= stride=")
+PixelShuffle = layer("PixelShuffle", pixel_shuffle, "upscale_factor=")
+CosineSimilarity = layer("CosineSimilarity", cosine_similarity, inputs=2)
+PairwiseDistance = layer("PairwiseDistance", pairwise_distance, inputs=2)
+(MSELoss, L1Loss, SmoothL1Loss, HuberLoss, NLLLoss, CrossEntropyLoss, BCELoss, BCEWithLogitsLoss,
+ KLDivLoss) = (layer(name, function, inputs=2) for name, function in (
+     ("MSELoss", mse_loss), ("L1Loss", l1_loss), ("SmoothL1Loss", smooth_l1_loss),
+     ("HuberLoss", huber_loss), ("NLLLoss", nll_loss), ("CrossEntropyLoss", cross_entropy),
+     ("BCELoss", binary_cross_entropy), ("BCEWithLogitsLoss", binary_cross_entropy_with_logits),
+     ("KLDivLoss", kl_div)))
+TripletMarginLoss = layer("TripletMarginLoss", triplet_margin_loss, inputs=3)
+
+
+# -- recurrent networks ----------------------------------------------------------------------------
+
+
+def rnn_step(x: Tensor, state: tuple, weight: Tensor, bias: Any, act: Callable) -> tuple:
+    return (act(x + linear(state[0], weight, bias)),)
+
+def lstm_step(x: Tensor, state: tuple, weight: Tensor, bias: Any, act: Callable) -> tuple:
+    """Hochreiter and Schmidhuber, 1997, with the forget gate of Gers et al., 2000."""
+    i, f, g, o = chunk(x + linear(state[0], weight, bias), 4, -1)
+    cell = sigmoid(f) * state[1] + sigmoid(i) * tanh(g)
+    return sigmoid(o) * tanh(cell), cell
+
+def gru_step(x: Tensor, state: tuple, weight: Tensor, bias: Any, act: Callable) -> tuple:
+    """Cho et al., 2014, with the reset gate after the product, as cuDNN and PyTorch have it."""
+    xr, xz, xn = chunk(x, 3, -1)
+    hr, hz, hn = chunk(linear(state[0], weight, bias), 3, -1)
+    update = sigmoid(xz + hz)
+    new = tanh(xn + sigmoid(xr + hr) * hn)
+    return ((state[0] - new) * update + new,)
+
+
+class _Recurrent(Module):
+    """Layers of one kind of step, over sequences (time, batch, features)."""
+
+    shown = "input_size hidden_size num_layers=? bias=? batch_first=? dropout=? bidirectional=?"
+    gates: int
+    states = 1
+    step: Callable
+
+    def __init__(self, input_size: int, hidden_size: int, num_layers: int = 1, bias: bool = True,
+                 batch_first: bool = False, dropout: float = 0.0, bidirectional: bool = False,
+                 nonlinearity: str = "tanh", proj_size: int = 0) -> None:
+        super().__init__()
+        if proj_size:
+            raise ValueError("proj_size is not available: put a Linear layer after the LSTM")
+        self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
+        self.bias, self.batch_first, self.dropout = bias, batch_first, dropout
+        self.bidirectional, self.nonlinearity = bidirectional, nonlinearity
+        for k in range(num_layers):
+            for suffix in self.suffixes(k):
+                self.add_weights(suffix, hidden_size * (1 + bidirectional) if k else input_size)
+
+    def suffixes(self, layer: int) -> list[str]:
+        return [f"_l{layer}", f"_l{layer}_reverse"][: 1 + self.bidirectional]
+
+    def add_weights(self, suffix: str, width: int) -> None:
+        h = self.hidden_size
+        rows = self.gates * h
+        setattr(self, "weight_ih" + suffix, uniform_parameter(rows, width, fan=h))
+        setattr(self, "weight_hh" + suffix, uniform_parameter(rows, h, fan=h))
+        for name in ("bias_ih", "bias_hh"):
+            setattr(self, name + suffix, uniform_parameter(rows, fan=h) if self.bias else None)
+
+    def weights(self, suffix: str) -> list[Any]:
+        return [getattr(self, name + suffix) for name in
+                ("weight_ih", "bias_ih", "weight_hh", "bias_hh")]
+
+    def make_step(self, *args: Any) -> tuple:
+        act = {"tanh": tanh, "relu": relu}[self.nonlinearity]
+        return type(self).step(*args, act)
+
+    def forward(self, input: Tensor, hx: Any = None) -> tuple[Tensor, Any]:
+        x, batched = input, input.ndim == 3
+        if not batched:
+            x = x.unsqueeze(0 if self.batch_first else 1)
+            hx = None if hx is None else self.packed(s.unsqueeze(1) for s in self.unpacked(hx))
+        if x.shape[-1] != self.input_size:
+            raise RuntimeError(f"{type(self).__name__} takes {self.input_size} features in the "
+                               f"last dimension, the input has shape {tuple(x.shape)}")
+        x = transpose(x, 0, 1) if self.batch_first else x
+        shape = (self.num_layers * (1 + self.bidirectional), x.shape[1], self.hidden_size)
+        starts = [zeros(shape, dtype=x.dtype)] * self.states if hx is None else self.unpacked(hx)
+        if any(s.shape != shape for s in starts):
+            raise RuntimeError(f"{type(self).__name__} takes an initial state of shape {shape}, "
+                               f"found {[tuple(s.shape) for s in starts]}")
+        finals: list[tuple] = []
+        for k in range(self.num_layers):
+            x = dropout(x, self.dropout, self.training) if k else x
+            outputs = []
+            for suffix in self.suffixes(k):
+                out, final = self.run(x, tuple(s[len(finals)] for s in starts), suffix)
+                outputs.append(out)
+                finals.append(final)
+            x = cat(outputs, -1) if self.bidirectional else outputs[0]
+        last = [stack([final[k] for final in finals]) for k in range(self.states)]
+        x = transpose(x, 0, 1) if self.batch_first else x
+        if not batched:
+            x, last = x.squeeze(0 if self.batch_first else 1), [s.squeeze(1) for s in last]
+        return x, self.packed(last)
+
+    def run(self, x: Tensor, state: tuple, suffix: str) -> tuple[Tensor, tuple]:
+        """One layer in one direction. The inputs' share of all steps is one product."""
+        w_ih, b_ih, *own = self.weights(suffix)
+        steps, backwards = linear(x, w_ih, b_ih).unbind(), suffix.endswith("_reverse")
+        outputs = []
+        for projected in reversed(steps) if backwards else steps:
+            state = self.make_step(projected, state, *own)
+            outputs.append(state[0])
+        return stack(outputs[::-1] if backwards else outputs), state
+
+    def packed(self, states: Iterable[Tensor]) -> Any:
+        states = tuple(states)
+        return states if self.states > 1 else states[0]
+
+    def unpacked(self, hx: Any) -> list[Tensor]:
+        return list(hx) if self.states > 1 else [hx]
+
+
+class _Cell(_Recurrent):
+    """One step of one layer."""
+
+    shown = "input_size hidden_size bias=? nonlinearity=?"
+
+    def __init__(self, input_size: int, hidden_size: int, bias: bool = True,
+                 nonlinearity: str = "tanh") -> None:
+        super().__init__(input_size, hidden_size, 1, bias, nonlinearity=nonlinearity)
+
+    def suffixes(self, layer: int) -> list[str]:
+        return [""]
+
+    def forward(self, input: Tensor, hx: Any = None) -> Any:
+        empty = zeros(*input.shape[:-1], self.hidden_size, dtype=input.dtype)
+        state = (empty,) * self.states if hx is None else tuple(self.unpacked(hx))
+        w_ih, b_ih, *own = self.weights("")
+        return self.packed(self.make_step(linear(input, w_ih, b_ih), state, *own))
+
+
+RNN, RNNCell = (variant(base, name, gates=1, step=rnn_step)
+                for base, name in ((_Recurrent, "RNN"), (_Cell, "RNNCell")))
+GRU, GRUCell = (variant(base, name, gates=3, step=gru_step)
+                for base, name in ((_Recurrent, "GRU"), (_Cell, "GRUCell")))
+LSTM, LSTMCell = (variant(base, name, gates=4, states=2, step=lstm_step)
+                  for base, name in ((_Recurrent, "LSTM"), (_Cell, "LSTMCell")))
+
+
+# -- attention -------------------------------------------------------------------------------------
+
+
+# PyTorch's name for the last layer of its attention, so that models print alike.
+_Out = variant(Linear, "NonDynamicallyQuantizableLinear")
+
+
+class MultiheadAttention(Module):
+    """Attention of num_heads heads (Vaswani et al., 2017). Here, other than in
+    scaled_dot_product_attention, a boolean mask says who may NOT be looked at (as PyTorch)."""
+
+    def __init__(self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True,
+                 add_bias_kv: bool = False, add_zero_attn: bool = False, kdim: int | None = None,
+                 vdim: int | None = None, batch_first: bool = False) -> None:
+        super().__init__()
+        if add_bias_kv or add_zero_attn or {kdim, vdim} - {None, embed_dim}:
+            raise ValueError("MultiheadAttention has no add_bias_kv and add_zero_attn, and keys "
+                             "and values are as wide as queries")
+        if embed_dim % num_heads:
+            raise ValueError(f"{num_heads} heads do not divide a width of {embed_dim}")
+        self.embed_dim, self.num_heads, self.dropout = embed_dim, num_heads, dropout
+        self.batch_first = batch_first
+        self.in_proj_weight = Parameter(xavier_uniform_(zeros(3 * embed_dim, embed_dim)))
+        self.in_proj_bias = Parameter(zeros(3 * embed_dim)) if bias else None
+        self.out_proj = _Out(embed_dim, embed_dim, bias)
+        if bias:
+            zeros_(self.out_proj.bias)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor,
+                key_padding_mask: Tensor | None = None, need_weights: bool = True,
+                attn_mask: Tensor | None = None, average_attn_weights: bool = True,
+                is_causal: bool = False) -> tuple[Tensor, Tensor | None]:
+        batched = query.ndim == 3
+        if not batched:
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        elif self.batch_first:
+            query, key, value = (transpose(x, 0, 1) for x in (query, key, value))
+        length, batch, width = query.shape
+        biases = (None,) * 3 if self.in_proj_bias is None else chunk(self.in_proj_bias, 3)
+        q, k, v = (
+            # (time, batch, width) -> (batch, heads, time, width / heads)
+            permute(linear(x, w, b).reshape(x.shape[0], batch, self.num_heads, -1), 1, 2, 0, 3)
+            for x, w, b in zip((query, key, value), chunk(self.in_proj_weight, 3), biases)
+        )
+        mask = None if attn_mask is None else additive(attn_mask, q.dtype)
+        if mask is not None and mask.ndim == 3:
+            mask = mask.reshape(batch, self.num_heads, *mask.shape[1:])
+        if key_padding_mask is not None:
+            padding = additive(key_padding_mask, q.dtype).reshape(batch, 1, 1, -1)
+            mask = padding if mask is None else mask + padding
+        p = self.dropout if self.training else 0.0
+        out, weights = attend(q, k, v, mask, p, False)
+        out = self.out_proj(permute(out, 2, 0, 1, 3).reshape(length, batch, width))
+        weights = weights.mean(1) if average_attn_weights else weights
+        if not batched:
+            out, weights = out.squeeze(1), weights.squeeze(0)
+        elif self.batch_first:
+            out = transpose(out, 0, 1)
+        return out, weights if need_weights else None
+
+
+def additive(mask: Tensor, dtype: Any) -> Tensor:
+    """A mask of what to leave out, as numbers to add to the scores."""
+    if mask.dtype.kind != "b":
+        return mask.to(dtype)
+    return wrap(np.where(mask._array, -math.inf, 0).astype(dtype))
+
+
+class TransformerEncoderLayer(Module):
+    """Self-attention and a feed-forward network, each with a residual connection and a layer
+    norm: after it, or before it with norm_first."""
+
+    def __init__(self, d_model: int, nhead: int, dim_feedforward: int = 2048, dropout: float = 0.1,
+                 activation: Any = "relu", layer_norm_eps: float = 1e-5, batch_first: bool = False,
+                 norm_first: bool = False, bias: bool = True) -> None:
+        super().__init__()
+        self.self_attn = MultiheadAttention(d_model, nhead, dropout, bias, batch_first=batch_first)
+        self.linear1 = Linear(d_model, dim_feedforward, bias)
+        self.dropout = Dropout(dropout)
+        self.linear2 = Linear(dim_feedforward, d_model, bias)
+        self.norm_first = norm_first
+        self.norm1 = LayerNorm(d_model, layer_norm_eps, bias=bias)
+        self.norm2 = LayerNorm(d_model, layer_norm_eps, bias=bias)
+        self.dropout1, self.dropout2 = Dropout(dropout), Dropout(dropout)
+        self.activation = {"relu": relu, "gelu": gelu}.get(activation, activation)
+
+    def forward(self, src: Tensor, src_mask: Tensor | None = None,
+                src_key_padding_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        def attention(x: Tensor) -> Tensor:
+            return self.dropout1(self.self_attn(x, x, x, src_key_padding_mask, False, src_mask)[0])
+
+        def feed_forward(x: Tensor) -> Tensor:
+            return self.dropout2(self.linear2(self.dropout(self.activation(self.linear1(x)))))
+
+        if self.norm_first:
+            src = src + attention(self.norm1(src))
+            return src + feed_forward(self.norm2(src))
+        src = self.norm1(src + attention(src))
+        return self.norm2(src + feed_forward(src))
+
+
+class TransformerEncoder(Module):
+    """The layer num_layers times over, each a copy with weights of its own."""
+
+    def __init__(self, encoder_layer: Module, num_layers: int, norm: Module | None = None,
+                 enable_nested_tensor: bool = True, mask_check: bool = True) -> None:
+        super().__init__()
+        self.layers = ModuleList(copy.deepcopy(encoder_layer) for _ in range(num_layers))
+        self.num_layers, self.norm = num_layers, norm
+
+    def forward(self, src: Tensor, mask: Tensor | None = None,
+                src_key_padding_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        for encoder in self.layers:
+            src = encoder(src, mask, src_key_padding_mask)
+        return src if self.norm is None else self.norm(src)
 
 
 # =================================================================================================
@@ -3709,9 +4607,7 @@ class Optimizer:
             for group in self.param_groups:
                 for p in group["params"]:
                     if p.grad is not None:
-                        g = p.grad._array
-                        if group.get("maximize"):
-                            g = -g
+                        g = -p.grad._array if group.get("maximize") else p.grad._array
                         self.update(p._array, g, self.state.setdefault(p, {}), group)
                         touch(p, f"{type(self).__name__}.step")
         return loss
@@ -3735,9 +4631,9 @@ class Optimizer:
         if found != own:
             raise ValueError(f"the state has parameter groups of sizes {found}, the optimizer "
                              f"of {own}")
-        params = [p for g in self.param_groups for p in g["params"]]
         for group, saved in zip(self.param_groups, groups):
             group.update({k: v for k, v in saved.items() if k != "params"})
+        params = [p for g in self.param_groups for p in g["params"]]
         self.state = {}
         for number, entries in state_dict["state"].items():
             p = params[int(number)]
@@ -3752,63 +4648,83 @@ class Optimizer:
         return f"{type(self).__name__}({', '.join(f'{k}={v}' for k, v in options.items())})"
 
 
-class SGD(Optimizer):
-    """Stochastic gradient descent, with momentum (Polyak) or Nesterov's form of it."""
+class _Rule(Optimizer):
+    """An optimizer whose options, with their defaults, stand in a table, and whose constructor
+    takes them by name or in this order. Where `weight_decay` is added to the gradient (L2), it
+    is here; `maximize` is the base class's."""
 
-    def __init__(self, params: Iterable[Any], lr: float = 1e-3, momentum: float = 0.0,
-                 dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False, *,
-                 maximize: bool = False) -> None:
-        if nesterov and (momentum <= 0 or dampening != 0):
-            raise ValueError("Nesterov momentum needs momentum > 0 and dampening = 0")
-        super().__init__(params, dict(lr=lr, momentum=momentum, dampening=dampening,
-                                      weight_decay=weight_decay, nesterov=nesterov,
-                                      maximize=maximize))
+    options: dict[str, Any] = {}
+    zeros: tuple[str, ...] = ()  # state that starts as zeros of the parameter's shape
+    decoupled = False
+
+    def __init__(self, params: Iterable[Any], *args: Any, **options: Any) -> None:
+        # How PyTorch shall compute it, not what: without meaning here.
+        for name in ("foreign", "fused", "capturable", "differentiable"):
+            if options.pop(name, None) and name == "differentiable":
+                raise ValueError("differentiable=True is not available: steps are not recorded")
+        given = {**dict(zip(self.options, args)), **options}
+        if len(args) > len(self.options) or (unknown := given.keys() - self.options.keys()):
+            raise TypeError(f"{type(self).__name__} takes {', '.join(self.options)}, not "
+                            f"{unknown if len(args) <= len(self.options) else args}")
+        super().__init__(params, {**self.options, **given})
 
     def update(self, p: np.ndarray, g: np.ndarray, state: dict, group: dict) -> None:
-        if group["weight_decay"]:
+        if not state and self.zeros:
+            state["step"] = 0
+            state.update({name: np.zeros_like(p) for name in self.zeros})
+        if self.zeros:
+            state["step"] += 1
+        if group["weight_decay"] and not self.decoupled:
             g = g + p * group["weight_decay"]
+        self.rule(p, g, state, group, float(group["lr"]))
+
+    def rule(self, p: np.ndarray, g: np.ndarray, state: dict, group: dict, lr: float) -> None:
+        raise NotImplementedError
+
+
+class SGD(_Rule):
+    """Stochastic gradient descent, with momentum (Polyak) or Nesterov's form of it."""
+
+    options = {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0,
+               "nesterov": False, "maximize": False}
+
+    def __init__(self, params: Iterable[Any], *args: Any, **options: Any) -> None:
+        super().__init__(params, *args, **options)
+        if self.defaults["nesterov"] and (self.defaults["momentum"] <= 0
+                                          or self.defaults["dampening"] != 0):
+            raise ValueError("Nesterov momentum needs momentum > 0 and dampening = 0")
+
+    def rule(self, p: np.ndarray, g: np.ndarray, state: dict, group: dict, lr: float) -> None:
         if group["momentum"]:
-            if state.get("momentum_buffer") is None:
+            buffer = state.get("momentum_buffer")
+            if buffer is None:
                 buffer = state["momentum_buffer"] = np.array(g)
             else:
-                buffer = state["momentum_buffer"]
                 buffer *= group["momentum"]
                 buffer += g if group["dampening"] == 0 else g * (1 - group["dampening"])
             g = g + buffer * group["momentum"] if group["nesterov"] else buffer
-        p -= g * float(group["lr"])
+        p -= g * lr
 
 
-class Adam(Optimizer):
+class Adam(_Rule):
     """Kingma and Ba, 2015: steps of a size that depends on the gradient's mean over its root
     mean square, both corrected for their start at zero. `weight_decay` is added to the gradient
     (L2), unlike AdamW's."""
 
-    decoupled = False
+    options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0,
+               "amsgrad": False, "maximize": False}
+    zeros = ("exp_avg", "exp_avg_sq")
 
-    def __init__(self, params: Iterable[Any], lr: float = 1e-3,
-                 betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-                 weight_decay: float = 0.0, amsgrad: bool = False, *,
-                 maximize: bool = False, fused: bool | None = None) -> None:
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
-                                      amsgrad=amsgrad, maximize=maximize))
-
-    def update(self, p: np.ndarray, g: np.ndarray, state: dict, group: dict) -> None:
-        lr, (beta1, beta2), decay = float(group["lr"]), group["betas"], group["weight_decay"]
-        if not state:
-            state.update(step=0, exp_avg=np.zeros_like(p), exp_avg_sq=np.zeros_like(p))
-            if group["amsgrad"]:
-                state["max_exp_avg_sq"] = np.zeros_like(p)
-        state["step"] += 1
-        if decay and self.decoupled:
-            p *= 1 - lr * decay
-        elif decay:
-            g = g + p * decay
+    def rule(self, p: np.ndarray, g: np.ndarray, state: dict, group: dict, lr: float) -> None:
+        beta1, beta2 = group["betas"]
+        if self.decoupled:
+            p *= 1 - lr * group["weight_decay"]
         mean, square = state["exp_avg"], state["exp_avg_sq"]
         mean += (g - mean) * (1 - beta1)
         square *= beta2
         square += g * g * (1 - beta2)
         if group["amsgrad"]:
-            square = np.maximum(state["max_exp_avg_sq"], square, out=state["max_exp_avg_sq"])
+            square = state["max_exp_avg_sq"] = np.maximum(state.get("max_exp_avg_sq", 0), square)
         root = np.sqrt(square)
         root /= math.sqrt(1 - beta2 ** state["step"])
         root += group["eps"]
@@ -3818,40 +4734,248 @@ class Adam(Optimizer):
 class AdamW(Adam):
     """Adam with weight decay apart from the gradient (Loshchilov and Hutter, 2019)."""
 
+    options = {**Adam.options, "weight_decay": 1e-2}
     decoupled = True
 
-    def __init__(self, params: Iterable[Any], lr: float = 1e-3,
-                 betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-                 weight_decay: float = 1e-2, amsgrad: bool = False, **options: Any) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
 
-
-class Adagrad(Optimizer):
+class Adagrad(_Rule):
     """Duchi et al., 2011: each element's rate falls with the root of its summed squares."""
 
-    def __init__(self, params: Iterable[Any], lr: float = 1e-2, lr_decay: float = 0.0,
-                 weight_decay: float = 0.0, initial_accumulator_value: float = 0.0,
-                 eps: float = 1e-10, *, maximize: bool = False) -> None:
-        super().__init__(params, dict(lr=lr, lr_decay=lr_decay, weight_decay=weight_decay,
-                                      initial_accumulator_value=initial_accumulator_value,
-                                      eps=eps, maximize=maximize))
+    options = {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0,
+                   "eps": 1e-10, "maximize": False}
+    zeros = ("sum",)
 
-    def update(self, p: np.ndarray, g: np.ndarray, state: dict, group: dict) -> None:
-        if not state:
-            state.update(step=0, sum=np.full_like(p, group["initial_accumulator_value"]))
-        state["step"] += 1
-        if group["weight_decay"]:
-            g = g + p * group["weight_decay"]
+    def rule(self, p: np.ndarray, g: np.ndarray, state: dict, group: dict, lr: float) -> None:
+        if state["step"] == 1:
+            state["sum"] += group["initial_accumulator_value"]
         state["sum"] += g * g
-        lr = float(group["lr"]) / (1 + (state["step"] - 1) * group["lr_decay"])
+        lr /= 1 + (state["step"] - 1) * group["lr_decay"]
         p -= g / (np.sqrt(state["sum"]) + group["eps"]) * lr
+
+
+class RMSprop(_Rule):
+    """Tieleman and Hinton, 2012: divide by the root of a running mean of squares."""
+
+    options = {"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0,
+               "momentum": 0.0, "centered": False, "maximize": False}
+    zeros = ("square_avg", "momentum_buffer", "grad_avg")
+
+    def rule(self, p: np.ndarray, g: np.ndarray, state: dict, group: dict, lr: float) -> None:
+        square = state["square_avg"]
+        square *= group["alpha"]
+        square += g * g * (1 - group["alpha"])
+        if group["centered"]:
+            state["grad_avg"] += (g - state["grad_avg"]) * (1 - group["alpha"])
+            square = square - state["grad_avg"] * state["grad_avg"]
+        step = g / (np.sqrt(square) + group["eps"])
+        if group["momentum"]:
+            state["momentum_buffer"] *= group["momentum"]
+            state["momentum_buffer"] += step
+            step = state["momentum_buffer"]
+        p -= step * lr
+
+
+class Adadelta(_Rule):
+    """Zeiler, 2012: steps in the units of the parameter, from running means of both squares."""
+
+    options = {"lr": 1.0, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.0, "maximize": False}
+    zeros = ("square_avg", "acc_delta")
+
+    def rule(self, p: np.ndarray, g: np.ndarray, state: dict, group: dict, lr: float) -> None:
+        rho, eps = group["rho"], group["eps"]
+        state["square_avg"] *= rho
+        state["square_avg"] += g * g * (1 - rho)
+        step = np.sqrt(state["acc_delta"] + eps) / np.sqrt(state["square_avg"] + eps) * g
+        state["acc_delta"] *= rho
+        state["acc_delta"] += step * step * (1 - rho)
+        p -= step * lr
+
+
+class LBFGS(Optimizer):
+    """Limited-memory BFGS (Nocedal and Wright, algorithm 7.5), with a line search that ensures
+    the strong Wolfe conditions, or a fixed step. `step(closure)` evaluates the closure several
+    times, each giving the loss and fresh gradients."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1.0, max_iter: int = 20,
+                 max_eval: int | None = None, tolerance_grad: float = 1e-7,
+                 tolerance_change: float = 1e-9, history_size: int = 100,
+                 line_search_fn: str | None = None) -> None:
+        super().__init__(params, {
+            "lr": lr, "max_iter": max_iter, "max_eval": max_eval or max_iter * 5 // 4,
+            "tolerance_grad": tolerance_grad, "tolerance_change": tolerance_change,
+            "history_size": history_size, "line_search_fn": line_search_fn})
+        if len(self.param_groups) != 1:
+            raise ValueError("LBFGS takes one parameter group: its directions span all parameters")
+        if line_search_fn not in (None, "strong_wolfe"):
+            raise ValueError(f"line_search_fn is None or 'strong_wolfe', not {line_search_fn!r}")
+        self.params = self.param_groups[0]["params"]
+
+    def flat_grad(self) -> np.ndarray:
+        return np.concatenate([np.zeros(p.numel(), p.dtype) if p.grad is None
+                               else p.grad._array.ravel() for p in self.params])
+
+    def move(self, direction: np.ndarray, t: float, start: list[np.ndarray]) -> None:
+        """Put the parameters at start + t * direction."""
+        place = 0
+        for p, array in zip(self.params, start):
+            p._array[...] = array + t * direction[place : place + p.numel()].reshape(p.shape)
+            touch(p, "LBFGS.step")
+            place += p.numel()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is None:
+            raise TypeError("LBFGS.step needs a closure that computes the loss and its gradients")
+        group, state = self.param_groups[0], self.state.setdefault(self.params[0], {})
+        limit, tiny, lr = group["max_iter"], group["tolerance_change"], float(group["lr"])
+
+        def evaluate() -> tuple[Any, np.ndarray]:
+            with enable_grad():
+                loss = closure()
+            state["func_evals"] = state.get("func_evals", 0) + 1
+            return loss, self.flat_grad()
+
+        first, g = evaluate()
+        loss, evaluations = float(first), 1
+        if np.abs(g).max() <= group["tolerance_grad"]:
+            return first
+        pairs, d = state.setdefault("pairs", []), state.get("d")
+        t, previous = state.get("t", lr), state.get("prev_flat_grad")
+        for iteration in range(limit):
+            state["n_iter"] = state.get("n_iter", 0) + 1
+            if state["n_iter"] == 1:
+                d, t_next = -g, min(1.0, 1.0 / float(np.abs(g).sum())) * lr
+            else:
+                y, s, t_next = g - previous, d * t, lr
+                if (ys := float(y @ s)) > 1e-10:  # keeps the approximation positive definite
+                    pairs.append((y, s, 1 / ys))
+                    del pairs[: -group["history_size"]]
+                    state["H_diag"] = ys / float(y @ y)
+                d = two_loop(-g, pairs, state.get("H_diag", 1.0))
+            t, previous, loss_before, slope = t_next, g.copy(), loss, float(g @ d)
+            if slope > -tiny:
+                break
+            start = [p._array.copy() for p in self.params]
+            used = 0
+            if group["line_search_fn"] == "strong_wolfe":
+                def probe(t: float, d: np.ndarray = d, start: list = start) -> tuple:
+                    self.move(d, t, start)
+                    loss, g = evaluate()
+                    return float(loss), g
+
+                loss, g, t, used = strong_wolfe(probe, t, d, loss, g, slope)
+                self.move(d, t, start)
+            else:
+                self.move(d, t, start)
+                if iteration != limit - 1:
+                    value, g = evaluate()
+                    loss, used = float(value), 1
+            evaluations += used
+            if (evaluations >= group["max_eval"] or np.abs(g).max() <= group["tolerance_grad"]
+                    or np.abs(d * t).max() <= tiny or abs(loss - loss_before) < tiny):
+                break
+        state.update(d=d, t=t, prev_flat_grad=previous)
+        return first
+
+
+def two_loop(direction: np.ndarray, pairs: list, scale: float) -> np.ndarray:
+    """The inverse Hessian's approximation by the last pairs (y, s, 1 / y.s), times -gradient."""
+    d, alphas = direction.copy(), []
+    for y, s, rho in reversed(pairs):
+        alphas.append(rho * float(s @ d))
+        d -= alphas[-1] * y
+    d *= scale
+    for (y, s, rho), alpha in zip(pairs, reversed(alphas)):
+        d += s * (alpha - rho * float(y @ d))
+    return d
+
+
+class Probe(NamedTuple):
+    """A point of a line search: how far along, the loss there, its gradient, its slope."""
+
+    t: float
+    loss: float
+    g: np.ndarray
+    slope: float
+
+
+def cubic_minimum(a: Probe, b: Probe, bounds: tuple[float, float] | None = None) -> float:
+    """Where the cubic with the losses and slopes at a and b is least, within the bounds."""
+    low, high = bounds if bounds is not None else (min(a.t, b.t), max(a.t, b.t))
+    d1 = a.slope + b.slope - 3 * (a.loss - b.loss) / (a.t - b.t)
+    under_root = d1 * d1 - a.slope * b.slope
+    if under_root < 0:
+        return (low + high) / 2
+    a, b = (a, b) if a.t <= b.t else (b, a)
+    d2 = math.sqrt(under_root)
+    place = b.t - (b.t - a.t) * ((b.slope + d2 - d1) / (b.slope - a.slope + 2 * d2))
+    return min(max(place, low), high)
+
+
+def strong_wolfe(probe: Callable, t: float, d: np.ndarray, f: float, g: np.ndarray, slope: float,
+                 c1: float = 1e-4, c2: float = 0.9, change: float = 1e-9,
+                 most: int = 25) -> tuple[float, np.ndarray, float, int]:
+    """A step along d that lowers the loss enough and flattens its slope (Nocedal and Wright,
+    algorithms 3.5 and 3.6): first find an interval that holds one, then shrink it."""
+    width, used = float(np.abs(d).max()), 0
+
+    def look(t: float) -> Probe:
+        nonlocal used
+        used += 1
+        loss, g = probe(t)
+        return Probe(t, loss, g.copy(), float(g @ d))
+
+    begin = before = Probe(0.0, f, g.copy(), slope)
+    done = False
+    for i in range(most):
+        here = look(t)
+        if here.loss > f + c1 * t * slope or (i > 0 and here.loss >= before.loss):
+            interval = [before, here]
+            break
+        if abs(here.slope) <= -c2 * slope:
+            interval, done = [here, here], True
+            break
+        if here.slope >= 0:
+            interval = [before, here]
+            break
+        t = cubic_minimum(before, here, (t + 0.01 * (t - before.t), t * 10))
+        before = here
+    else:
+        interval = [begin, before]
+    stalled = False
+    best, worst = (0, 1) if interval[0].loss <= interval[1].loss else (1, 0)
+    while not done and used <= most:
+        if abs(interval[1].t - interval[0].t) * width < change:
+            break
+        t = cubic_minimum(interval[0], interval[1])
+        low, high = sorted(p.t for p in interval)
+        margin = 0.1 * (high - low)
+        if min(high - t, t - low) < margin:  # too near an end to make progress twice in a row
+            if stalled or t >= high or t <= low:
+                t = high - margin if abs(t - high) < abs(t - low) else low + margin
+                stalled = False
+            else:
+                stalled = True
+        else:
+            stalled = False
+        here = look(t)
+        if here.loss > f + c1 * t * slope or here.loss >= interval[best].loss:
+            interval[worst] = here
+            best, worst = (0, 1) if interval[0].loss <= interval[1].loss else (1, 0)
+        else:
+            if abs(here.slope) <= -c2 * slope:
+                done = True
+            elif here.slope * (interval[worst].t - interval[best].t) >= 0:
+                interval[worst] = interval[best]
+            interval[best] = here
+    found = interval[best]
+    return found.loss, found.g, found.t, used
 
 
 # -- gradients as a whole --------------------------------------------------------------------------
 
 
 def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0,
-                    error_if_nonfinite: bool = False) -> Tensor:
+                    error_if_nonfinite: bool = False, foreign: bool | None = None) -> Tensor:
     """Scale all gradients by one factor, so that their joint norm is at most max_norm; returns
     the norm before. Computed in float64: the squares of float32 overflow at 1e19."""
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -3876,16 +5000,14 @@ def clip_grad_value_(parameters: Any, clip_value: float) -> None:
             np.clip(p.grad._array, -clip_value, clip_value, out=p.grad._array)
             touch(p.grad, "clip_grad_value_")
 
-
 def parameters_to_vector(parameters: Iterable[Tensor]) -> Tensor:
     return cat([p.reshape(-1) for p in parameters])
 
-
+@no_grad()
 def vector_to_parameters(vector: Tensor, parameters: Iterable[Tensor]) -> None:
     start = 0
     for p in parameters:
-        with no_grad():
-            p.copy_(vector[start : start + p.numel()].reshape(p.shape))
+        p.copy_(vector[start : start + p.numel()].reshape(p.shape))
         start += p.numel()
 
 
@@ -3908,13 +5030,16 @@ class LRScheduler:
     def rate(self, base: float, step: int) -> float:
         raise NotImplementedError
 
-    def step(self) -> None:
-        self.last_epoch += 1
+    def rates(self, step: int) -> list[float]:
+        return [self.rate(base, step) for base in self.base_lrs]
+
+    def step(self, epoch: int | None = None) -> None:
+        self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
         self.set_rates()
 
     def set_rates(self) -> None:
-        for group, base in zip(self.optimizer.param_groups, self.base_lrs):
-            group["lr"] = self.rate(base, self.last_epoch)
+        for group, rate in zip(self.optimizer.param_groups, self.rates(self.last_epoch)):
+            group["lr"] = rate
 
     def get_last_lr(self) -> list[float]:
         return [group["lr"] for group in self.optimizer.param_groups]
@@ -3928,27 +5053,196 @@ class LRScheduler:
         self.set_rates()
 
 
-class StepLR(LRScheduler):
-    def __init__(self, optimizer: Any, step_size: int, gamma: float = 0.1,
-                 last_epoch: int = -1) -> None:
-        self.step_size, self.gamma = step_size, gamma
+def schedule(name: str, rate: Callable[..., float]) -> Any:
+    """A scheduler from its formula: rate(base, step, ...) is the learning rate after so many
+    steps; what follows base and step are the constructor's arguments."""
+    parameters = list(inspect.signature(rate).parameters.values())[2:]
+    signature = inspect.Signature(
+        [*parameters, inspect.Parameter("last_epoch", inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                                        default=-1)])
+
+    def __init__(self: Any, optimizer: Any, *args: Any, **options: Any) -> None:
+        arguments = bind(name, signature, args, options)
+        last_epoch = arguments.pop("last_epoch")
+        self.__dict__.update(arguments)
+        LRScheduler.__init__(self, optimizer, last_epoch)
+
+    def rate_at(self: Any, base: float, step: int) -> float:
+        return rate(base, step, **{p.name: getattr(self, p.name) for p in parameters})
+
+    return type(name, (LRScheduler,), {"__init__": __init__, "rate": rate_at,
+                                       "__doc__": rate.__doc__, "__module__": __name__})
+
+
+def cosine(base: float, low: float, part: float) -> float:
+    """Half a cosine from base (part = 0) down to low (part = 1)."""
+    return low + (base - low) * (1 + math.cos(math.pi * part)) / 2
+
+def warm_restarts(base: float, step: int, T_0: int, T_mult: int = 1,  # noqa: N803
+                  eta_min: float = 0.0) -> float:
+    """Cosines of lengths T_0, T_0 T_mult, T_0 T_mult^2 ... (Loshchilov and Hutter, 2017)."""
+    length = T_0
+    while step >= length:
+        step -= length
+        length *= T_mult
+    return cosine(base, eta_min, step / length)
+
+
+StepLR = schedule("StepLR", lambda base, step, step_size, gamma=0.1:
+                  base * gamma ** (step // step_size))
+MultiStepLR = schedule("MultiStepLR", lambda base, step, milestones, gamma=0.1:
+                       base * gamma ** sum(step >= m for m in milestones))
+ExponentialLR = schedule("ExponentialLR", lambda base, step, gamma: base * gamma**step)
+LinearLR = schedule(
+    "LinearLR", lambda base, step, start_factor=1 / 3, end_factor=1.0, total_iters=5: base * (
+        start_factor + (end_factor - start_factor) * min(step, total_iters) / total_iters))
+CosineAnnealingLR = schedule("CosineAnnealingLR", lambda base, step, T_max, eta_min=0.0:
+                             cosine(base, eta_min, step / T_max))
+CosineAnnealingWarmRestarts = schedule("CosineAnnealingWarmRestarts", warm_restarts)
+
+
+class LambdaLR(LRScheduler):
+    """The base rate times lr_lambda(step); one function, or one for each group."""
+
+    def __init__(self, optimizer: Any, lr_lambda: Any, last_epoch: int = -1) -> None:
+        self.lr_lambdas = list(lr_lambda) if isinstance(lr_lambda, (list, tuple)) else \
+            [lr_lambda] * len(optimizer.param_groups)
         super().__init__(optimizer, last_epoch)
 
-    def rate(self, base: float, step: int) -> float:
-        return base * self.gamma ** (step // self.step_size)
+    def rates(self, step: int) -> list[float]:
+        return [base * f(step) for base, f in zip(self.base_lrs, self.lr_lambdas)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {k: v for k, v in super().state_dict().items() if k != "lr_lambdas"}
 
 
-class CosineAnnealingLR(LRScheduler):
-    """Half a cosine from the base rate to eta_min in T_max steps (Loshchilov and Hutter, 2017)."""
+class OneCycleLR(LRScheduler):
+    """Up to max_lr and down to almost nothing, while momentum goes the other way (Smith and
+    Topin, 2019)."""
 
-    def __init__(self, optimizer: Any, T_max: int, eta_min: float = 0.0,  # noqa: N803
+    def __init__(self, optimizer: Any, max_lr: Any, total_steps: int | None = None,
+                 epochs: int | None = None, steps_per_epoch: int | None = None,
+                 pct_start: float = 0.3, anneal_strategy: str = "cos",
+                 cycle_momentum: bool = True, base_momentum: float = 0.85,
+                 max_momentum: float = 0.95, div_factor: float = 25.0,
+                 final_div_factor: float = 1e4, three_phase: bool = False,
                  last_epoch: int = -1) -> None:
-        self.T_max, self.eta_min = T_max, eta_min
+        if total_steps is None:
+            if epochs is None or steps_per_epoch is None:
+                raise ValueError("OneCycleLR needs total_steps, or epochs and steps_per_epoch")
+            total_steps = epochs * steps_per_epoch
+        self.total_steps, self.cos = total_steps, anneal_strategy == "cos"
+        groups = optimizer.param_groups
+        tops = list(max_lr) if isinstance(max_lr, (list, tuple)) else [max_lr] * len(groups)
+        up = pct_start * total_steps - 1
+        self.ends = [up, 2 * up, total_steps - 1] if three_phase else [up, total_steps - 1]
+        self.curves = []  # for each group: its rate at the ends of the phases
+        for group, top in zip(groups, tops):
+            start = group["initial_lr"] = top / div_factor
+            last = start / final_div_factor
+            self.curves.append([start, top, start, last] if three_phase else [start, top, last])
+        self.cycle_momentum, low, high = cycle_momentum, base_momentum, max_momentum
+        self.momenta = [high, low, high, high] if three_phase else [high, low, high]
         super().__init__(optimizer, last_epoch)
 
-    def rate(self, base: float, step: int) -> float:
-        cosine = math.cos(math.pi * step / self.T_max)
-        return self.eta_min + (base - self.eta_min) * (1 + cosine) / 2
+    def at(self, step: int, values: list[float]) -> float:
+        start = 0.0
+        for end, a, b in zip(self.ends, values, values[1:]):
+            if step <= end or end == self.ends[-1]:
+                part = (step - start) / (end - start)
+                return cosine(a, b, part) if self.cos else a + (b - a) * part
+            start = end
+        raise AssertionError("unreachable: the last phase takes every step")
+
+    def rates(self, step: int) -> list[float]:
+        if step > self.total_steps:
+            raise ValueError(f"OneCycleLR was made for {self.total_steps} steps, this is one more")
+        if self.cycle_momentum:
+            for group in self.optimizer.param_groups:
+                momentum = self.at(step, self.momenta)
+                if "betas" in group:
+                    group["betas"] = (momentum, *group["betas"][1:])
+                else:
+                    group["momentum"] = momentum
+        return [self.at(step, curve) for curve in self.curves]
+
+
+class SequentialLR:
+    """One schedule after the other, each counting its steps from its milestone."""
+
+    def __init__(self, optimizer: Any, schedulers: Sequence[Any], milestones: Sequence[int],
+                 last_epoch: int = -1) -> None:
+        if len(milestones) != len(schedulers) - 1:
+            raise ValueError(f"{len(schedulers)} schedules need {len(schedulers) - 1} milestones")
+        self.optimizer, self.schedulers = optimizer, list(schedulers)
+        self.milestones, self.last_epoch = list(milestones), last_epoch
+        self.step()
+
+    def step(self) -> None:
+        self.last_epoch += 1
+        current = sum(self.last_epoch >= m for m in self.milestones)
+        start = self.milestones[current - 1] if current else 0
+        schedule = self.schedulers[current]
+        schedule.last_epoch = self.last_epoch - start - 1
+        schedule.step()
+
+    get_last_lr = LRScheduler.get_last_lr
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_epoch": self.last_epoch,
+                "schedulers": [s.state_dict() for s in self.schedulers]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.last_epoch = state_dict["last_epoch"]
+        for schedule, state in zip(self.schedulers, state_dict["schedulers"]):
+            schedule.load_state_dict(state)
+        self.schedulers[sum(self.last_epoch >= m for m in self.milestones)].set_rates()
+
+
+class ReduceLROnPlateau:
+    """Multiply the rates by `factor` when the metric has not improved for `patience` steps."""
+
+    def __init__(self, optimizer: Any, mode: str = "min", factor: float = 0.1, patience: int = 10,
+                 threshold: float = 1e-4, threshold_mode: str = "rel", cooldown: int = 0,
+                 min_lr: Any = 0.0, eps: float = 1e-8) -> None:
+        self.optimizer, self.mode, self.factor, self.patience = optimizer, mode, factor, patience
+        self.threshold, self.threshold_mode, self.cooldown = threshold, threshold_mode, cooldown
+        self.eps = eps
+        self.min_lrs = list(min_lr) if isinstance(min_lr, (list, tuple)) else \
+            [min_lr] * len(optimizer.param_groups)
+        self.best: float | None = None
+        self.num_bad_epochs = self.cooldown_counter = self.last_epoch = 0
+
+    def better(self, value: float) -> bool:
+        if self.best is None:
+            return True
+        sign = 1 if self.mode == "max" else -1
+        margin = self.threshold * (abs(self.best) if self.threshold_mode == "rel" else 1)
+        if self.threshold_mode == "rel" and self.best < 0:
+            margin = -self.threshold * abs(self.best)  # best * (1 + threshold), as PyTorch
+        return sign * value > sign * self.best + margin
+
+    def step(self, metrics: Any) -> None:
+        value, self.last_epoch = float(metrics), self.last_epoch + 1
+        if self.better(value):
+            self.best, self.num_bad_epochs = value, 0
+        else:
+            self.num_bad_epochs += 1
+        if self.cooldown_counter > 0:
+            self.cooldown_counter -= 1
+            self.num_bad_epochs = 0
+        if self.num_bad_epochs > self.patience:
+            for group, least in zip(self.optimizer.param_groups, self.min_lrs):
+                lower = max(group["lr"] * self.factor, least)
+                if group["lr"] - lower > self.eps:
+                    group["lr"] = lower
+            self.cooldown_counter, self.num_bad_epochs = self.cooldown, 0
+
+    get_last_lr = LRScheduler.get_last_lr
+    state_dict = LRScheduler.state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.__dict__.update(state_dict)
 
 
 # =================================================================================================
@@ -3964,6 +5258,13 @@ class Dataset:
 
     def __len__(self) -> int:
         raise NotImplementedError(f"{type(self).__name__} defines no __len__")
+
+
+class IterableDataset(Dataset):
+    """A stream of samples: __iter__ instead of __getitem__."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise NotImplementedError(f"{type(self).__name__} defines no __iter__")
 
 
 class TensorDataset(Dataset):
@@ -4011,10 +5312,17 @@ def random_split(dataset: Any, lengths: Sequence[float],
     return [Subset(dataset, order[start : start + n]) for start, n in zip(starts, parts)]
 
 
-class SequentialSampler:
-    def __init__(self, data_source: Any) -> None:
+class Sampler:
+    """Anything that gives the indices of samples."""
+
+    def __init__(self, data_source: Any = None) -> None:
         self.data_source = data_source
 
+    def __iter__(self) -> Iterator[Any]:
+        raise NotImplementedError(f"{type(self).__name__} defines no __iter__")
+
+
+class SequentialSampler(Sampler):
     def __iter__(self) -> Iterator[int]:
         return iter(range(len(self.data_source)))
 
@@ -4037,7 +5345,69 @@ class RandomSampler(SequentialSampler):
         return iter(order.tolist())
 
 
-class BatchSampler:
+class WeightedRandomSampler(Sampler):
+    """num_samples indices, each drawn with a probability proportional to its weight."""
+
+    def __init__(self, weights: Sequence[float], num_samples: int, replacement: bool = True,
+                 generator: Generator | None = None) -> None:
+        self.weights, self.num_samples = np.asarray(weights, np.float64), num_samples
+        self.replacement, self.generator = replacement, generator
+
+    def __iter__(self) -> Iterator[int]:
+        share = self.weights / self.weights.sum()
+        picks = rng(self.generator).choice(len(share), self.num_samples, self.replacement, share)
+        return iter(picks.tolist())
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+
+class SubsetRandomSampler(RandomSampler):
+    """The given indices in random order."""
+
+    def __iter__(self) -> Iterator[int]:
+        return (self.data_source[i] for i in super().__iter__())
+
+
+class DistributedSampler(Sampler):
+    """This rank's share of the samples, in an order that all ranks agree on.
+
+    The shares are disjoint and complete: some ranks get one sample more. PyTorch repeats samples
+    until all shares are equal, which `pad=True` does too; drop_last cuts instead."""
+
+    def __init__(self, dataset: Any, num_replicas: int | None = None, rank: int | None = None,
+                 shuffle: bool = True, seed: int = 0, drop_last: bool = False,
+                 pad: bool = False) -> None:
+        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
+        self.num_replicas = DISTRIBUTED["get_world_size"]() if num_replicas is None \
+            else num_replicas
+        self.rank = DISTRIBUTED["get_rank"]() if rank is None else rank
+        if not 0 <= self.rank < self.num_replicas:
+            raise ValueError(f"rank {self.rank} is not one of {self.num_replicas} replicas")
+        self.drop_last, self.pad, self.epoch = drop_last, pad, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        order = np.arange(len(self.dataset))
+        if self.shuffle:
+            order = np.random.default_rng([self.seed, self.epoch]).permutation(order)
+        surplus = len(order) % self.num_replicas
+        if self.drop_last:
+            order = order[: len(order) - surplus]
+        elif self.pad and surplus:
+            order = np.resize(order, len(order) + self.num_replicas - surplus)
+        return iter(order[self.rank :: self.num_replicas].tolist())
+
+    def __len__(self) -> int:
+        n, parts = len(self.dataset), self.num_replicas
+        if self.drop_last:
+            return n // parts
+        return -(-n // parts) if self.pad else (n - self.rank + parts - 1) // parts
+
+
+class BatchSampler(Sampler):
     """Groups of batch_size indices; the last may be shorter, unless drop_last."""
 
     def __init__(self, sampler: Any, batch_size: int, drop_last: bool = False) -> None:
@@ -4078,12 +5448,14 @@ def default_collate(samples: Sequence[Any]) -> Any:
 
 
 class DataLoader:
-    """Batches of a dataset, in order or shuffled anew every epoch."""
+    """Batches of a dataset, in order or shuffled anew every epoch. With num_workers, threads
+    fetch the next batches meanwhile; the random numbers they draw depend on the batch alone."""
 
     def __init__(self, dataset: Any, batch_size: int = 1, shuffle: bool = False,
                  sampler: Any = None, batch_sampler: Any = None, num_workers: int = 0,
                  collate_fn: Callable[[list], Any] | None = None, pin_memory: bool = False,
-                 drop_last: bool = False, generator: Generator | None = None) -> None:
+                 drop_last: bool = False, generator: Generator | None = None,
+                 prefetch_factor: int = 2, **ignored: Any) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
         if sampler is not None and shuffle:
@@ -4091,7 +5463,8 @@ class DataLoader:
         if sampler is None:
             sampler = RandomSampler(dataset, generator) if shuffle else SequentialSampler(dataset)
         self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
-        self.sampler = sampler
+        self.sampler, self.num_workers = sampler, num_workers
+        self.ahead = num_workers * prefetch_factor
         self.batch_sampler = batch_sampler or BatchSampler(sampler, batch_size, drop_last)
         self.collate_fn = collate_fn or default_collate
 
@@ -4102,7 +5475,28 @@ class DataLoader:
         return self.collate_fn([self.dataset[i] for i in indices])
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self.fetch, self.batch_sampler)
+        if isinstance(self.dataset, IterableDataset):
+            return map(self.collate_fn, BatchSampler(self.dataset, self.batch_size, self.drop_last))
+        return self.prefetched() if self.num_workers else map(self.fetch, self.batch_sampler)
+
+    def prefetched(self) -> Iterator[Any]:
+        from concurrent.futures import ThreadPoolExecutor
+
+        seed = int(rng().integers(2**63))
+
+        def work(number: int, indices: Sequence[int]) -> Any:
+            _generator.set(Generator().manual_seed([seed, number]))
+            return self.fetch(indices)
+
+        with ThreadPoolExecutor(self.num_workers) as pool:
+            pending: collections.deque = collections.deque()
+            for number, indices in enumerate(self.batch_sampler):
+                context = contextvars.copy_context()
+                pending.append(pool.submit(context.run, work, number, indices))
+                if len(pending) > self.ahead:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
@@ -5481,22 +6875,14 @@ def tune() -> bool:
         return False
 
 
-class cuda:  # noqa: N801 - stands for torch.cuda, so that programs pass through
-    is_available = staticmethod(lambda: False)
-    device_count = staticmethod(lambda: 0)
-
-
-class accelerator:  # noqa: N801 - and for torch.accelerator
-    is_available = staticmethod(lambda: False)
-
-
 # Functions whose names would hide Python's own inside this file exist as attributes only.
 PUBLIC: dict[str, Any] = {
     name: METHODS[name] for name in ("sum", "max", "min", "abs", "all", "any", "round", "pow")
 }
 PUBLIC |= {n: f for n, f in METHODS.items() if n not in globals()}
 PUBLIC |= {"float": float32, "int": int32, "bool": np.dtype(bool), "dtype": np.dtype,
-           "pi": math.pi, "inf": math.inf, "nan": math.nan}
+           "pi": math.pi, "inf": math.inf, "nan": math.nan, "finfo": np.finfo, "iinfo": np.iinfo,
+           "is_tensor": lambda x: isinstance(x, Tensor)}
 
 
 def __getattr__(name: str) -> Any:
@@ -5540,36 +6926,50 @@ def classes(*bases: type) -> dict[str, Any]:
             if isinstance(v, type) and issubclass(v, bases) and not n.startswith("_")}
 
 
-def named(*functions: Callable) -> dict[str, Any]:
-    return {f.__name__: f for f in functions}
+def pick(names: str) -> dict[str, Any]:
+    return {name: globals()[name] if name in globals() else METHODS[name] for name in names.split()}
 
 
 nn = namespace("nn", classes(Module) | {"Parameter": Parameter, "Buffer": Buffer})
-namespace("nn.functional", named(
-    relu, leaky_relu, elu, softplus, silu, logsigmoid, gelu, tanh, sigmoid, softmax, log_softmax,
-    linear, conv1d, conv2d, max_pool1d, max_pool2d, batch_norm, layer_norm, dropout, embedding,
-    one_hot, pad, mse_loss, l1_loss, nll_loss, cross_entropy, binary_cross_entropy_with_logits,
-))  # fmt: skip
-namespace("nn.init", named(
-    calculate_gain, uniform_, normal_, constant_, zeros_, ones_, xavier_uniform_, xavier_normal_,
-    kaiming_uniform_, kaiming_normal_, trunc_normal_,
-))  # fmt: skip
-namespace("nn.utils", named(
-    clip_grad_norm_, clip_grad_value_, parameters_to_vector, vector_to_parameters,
-))  # fmt: skip
+namespace("nn.functional", pick(
+    "relu relu6 leaky_relu prelu elu selu gelu silu mish softplus softsign logsigmoid hardtanh glu "
+    "tanh sigmoid softmax log_softmax linear conv1d conv2d conv_transpose1d conv_transpose2d "
+    "max_pool1d max_pool2d avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d "
+    "batch_norm layer_norm group_norm instance_norm rms_norm dropout dropout2d embedding one_hot "
+    "pad interpolate unfold pixel_shuffle normalize cosine_similarity pairwise_distance "
+    "scaled_dot_product_attention mse_loss l1_loss smooth_l1_loss huber_loss nll_loss "
+    "cross_entropy binary_cross_entropy binary_cross_entropy_with_logits kl_div "
+    "triplet_margin_loss"))
+namespace("nn.init", pick(
+    "calculate_gain uniform_ normal_ constant_ zeros_ ones_ eye_ orthogonal_ trunc_normal_ "
+    "xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_"))
+namespace("nn.utils", pick(
+    "clip_grad_norm_ clip_grad_value_ parameters_to_vector vector_to_parameters"))
 namespace("nn.parameter", {"Parameter": Parameter})
 optim = namespace("optim", classes(Optimizer))
-namespace("optim.lr_scheduler", classes(LRScheduler))
-backends = namespace("backends", {})  # what programs ask and set in passing
-namespace("backends.mps", {"is_available": lambda: False})
-namespace("backends.cudnn", {"is_available": lambda: False, "deterministic": False,
-                             "benchmark": False})
+namespace("optim.lr_scheduler", classes(LRScheduler, SequentialLR, ReduceLROnPlateau))
 utils = namespace("utils", {})
-namespace("utils.data", classes(Dataset, SequentialSampler, BatchSampler, DataLoader)
-          | named(random_split, default_collate))
-autograd = namespace("autograd", named(grad, queue_callback))
+namespace("utils.data", classes(Dataset, Sampler, DataLoader)
+          | pick("random_split default_collate"))
+namespace("utils.data.distributed", pick("DistributedSampler"))
+namespace("utils.checkpoint", pick("checkpoint"))
+autograd = namespace("autograd", pick(
+    "grad queue_callback Function gradcheck gradgradcheck detect_anomaly no_grad "
+    "enable_grad set_grad_enabled inference_mode"))
+namespace("autograd.functional", pick("jacobian hvp"))
+distributions = namespace("distributions", pick("Categorical Normal"))
+# Programs ask what there is besides the CPU; here that is nothing.
+nothing: dict[str, Any] = {
+    "is_available": lambda: False, "device_count": lambda: 0, "manual_seed": lambda seed: None,
+    "manual_seed_all": lambda seed: None, "empty_cache": lambda: None, "synchronize": lambda: None}
+cuda, accelerator, backends = (namespace(name, dict(nothing)) for name in
+                               ("cuda", "accelerator", "backends"))
+namespace("backends.mps", dict(nothing))
+namespace("backends.cudnn", {"deterministic": False, "benchmark": False, "enabled": False})
+linalg = namespace("linalg", {"vector_norm": lambda x, ord=2, dim=None, keepdim=False:
+                              norm(x, ord, dim, keepdim)})
 distributed = namespace("distributed", DISTRIBUTED)
-namespace("nn.parallel", named(DistributedDataParallel))
+namespace("nn.parallel", pick("DistributedDataParallel"))
 
 
 # =================================================================================================

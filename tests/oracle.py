@@ -11,6 +11,7 @@ import importlib
 import itertools
 import os
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,12 @@ def required(name: str) -> Any:
         if os.environ.get("CI") == "true":
             raise
         pytest.skip(f"compares with {name}: pip install {name}", allow_module_level=True)
+
+
+def driven() -> set[str]:
+    """Names that test_conformance.py takes from PyTorch's databases."""
+    text = Path(__file__).with_name("test_conformance.py").read_text()
+    return set(text.replace("nn.functional.", "").replace('"', " ").split())
 
 
 torch = required("torch")

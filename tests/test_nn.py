@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import minidist as md
 import minidist.nn as nn
 import minidist.nn.functional as F
-from oracle import both_raise, check, close, integers, make, normal, positive, torch
+from oracle import both_raise, check, close, driven, integers, make, normal, positive, torch
 
 TABLE: list = []
 
@@ -148,7 +148,7 @@ def test_function(name, function, inputs, options):
 
 def test_table_is_complete():
     public = {n for n in dir(F) if not n.startswith("_")}
-    assert public == {row[0] for row in TABLE}
+    assert public - driven() <= {row[0] for row in TABLE}
 
 
 @settings(max_examples=40, deadline=None)
@@ -300,7 +300,7 @@ def test_every_module_is_tested():
               for m in make_layer(md).modules()}
     apart = {"Module", "ModuleList", "ModuleDict", "ParameterList", "Parameter", "Buffer"}
     public = {n for n, v in vars(nn).items() if isinstance(v, type)} - apart
-    assert public - tested - {"DistributedDataParallel"} == set()
+    assert public - tested - {"DistributedDataParallel"} <= driven()
 
 
 class LeNet:

@@ -7,7 +7,7 @@ import pytest
 
 import minidist as md
 import minidist.nn as nn
-from oracle import close, make, normal, torch
+from oracle import close, driven, make, normal, torch
 
 RULES = {
     "SGD": [{"lr": 0.1}, {"lr": 0.1, "momentum": 0.9},
@@ -77,9 +77,9 @@ def test_float32_stays_float32(name):
 
 def test_every_optimizer_and_schedule_is_tested():
     public = {n for n, v in vars(md.optim).items() if isinstance(v, type)}
-    assert public - {"Optimizer"} == set(RULES)
+    assert public - {"Optimizer"} - driven() <= set(RULES)
     schedules = {n for n, v in vars(md.optim.lr_scheduler).items() if isinstance(v, type)}
-    assert schedules - {"LRScheduler"} == {name for name, _ in SCHEDULES}
+    assert schedules - {"LRScheduler"} - driven() <= {name for name, _ in SCHEDULES}
 
 
 @pytest.mark.parametrize("name", RULES)
