@@ -659,7 +659,7 @@ RULES = {
 
 def test_every_rule_of_the_document_has_a_test():
     document = (ROOT / "PROTOCOL.md").read_text()
-    # (Section 10 is tested by test_reliability.py, which has its own ids.)
+    # (Section 10 is tested by test_reliability.py, which has a table of its own.)
     ids = [rule for rule in re.findall(r"^- \[MDP-([\d.]+-\d+)\]", document, re.M)
            if not rule.startswith("10")]
     assert sorted(set(ids)) == sorted(ids) and set(ids) == set(RULES)
