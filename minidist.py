@@ -1695,7 +1695,13 @@ def tensor(data: Any, *, dtype: Any = None, device: Any = None,
         python_numbers = False
     else:
         python_numbers = not isinstance(first_leaf(data), (np.ndarray, np.generic, Tensor))
-    array = np.array(to_array(data), dtype=dtype)
+    found = to_array(data)
+    if python_numbers and dtype is not None and np.dtype(dtype).kind in "iu" and found.size:
+        limits = np.iinfo(dtype)  # as PyTorch has it, -1 stands for the largest unsigned number
+        if not ((limits.min or -limits.max) <= found.min() and found.max() <= limits.max):
+            raise OverflowError(f"numbers from {found.min()} to {found.max()} do not fit into "
+                                f"{limits.dtype}, which holds {limits.min} to {limits.max}")
+    array = np.array(found, dtype=dtype)
     if array.dtype.kind not in CATEGORY:
         raise TypeError(f"cannot make a tensor of {array.dtype} from {type(data).__name__}: "
                         "nested lists must be regular and hold numbers")

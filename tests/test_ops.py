@@ -895,3 +895,17 @@ def test_no_name_of_the_file_is_defined_twice():
             names += [n.id for t in node.targets for n in ast.walk(t) if isinstance(n, ast.Name)
                       and isinstance(n.ctx, ast.Store)]
     assert len(names) == len(set(names)), {n for n in names if names.count(n) > 1}
+
+
+@pytest.mark.parametrize("numbers, dtype", [
+    ([300], "uint8"), ([-1, 255, -255], "uint8"), ([-256], "uint8"), ([255.5], "uint8"),
+    ([2**31], "int32"), ([-2**31, 2.9], "int32"), ([128, 0], "int8"), ([True, 3], "int8"),
+    ([float("nan")], "int64"), ([1e19], "int64"), ([], "uint8"), ([[2**63 - 1]], "int64")])
+def test_numbers_that_an_integer_dtype_cannot_hold(numbers, dtype):
+    try:
+        expected = torch.tensor(numbers, dtype=getattr(torch, dtype)).tolist()
+    except RuntimeError:
+        with pytest.raises(OverflowError, match=f"do not fit into {dtype}"):
+            md.tensor(numbers, dtype=getattr(md, dtype))
+    else:
+        assert md.tensor(numbers, dtype=getattr(md, dtype)).tolist() == expected
