@@ -6019,8 +6019,9 @@ class ProcessGroup:
         text = (f"rank {self.rank} called {call} but rank {peer} called "
                 f"{call_text(*fields[:-2]) if kind == 'COLLECTIVE' else kind}: every rank must "
                 "make the same calls in the same order")
-        self.transport.abort(text)  # so that the others hear of it too, instead of waiting
-        raise transports().protocol.broken("MISMATCH", text)
+        error = transports().protocol.broken("MISMATCH", text)
+        self.transport.abort(str(error), error.code)  # so that all hear of it, instead of waiting
+        raise error
 
     def send(self, tensor: Any, dst: int, tag: int = 0) -> None:
         """Send a tensor to rank dst, whose recv with the same tag takes it."""

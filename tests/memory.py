@@ -24,6 +24,7 @@ class Hub:
         self.changed = threading.Condition()
         self.queues: dict = defaultdict(deque)      # (to, from, channel): messages
         self.gone: dict[int, str] = {}              # peer: reason; "" for a goodbye
+        self.codes: dict[int, int] = {}             # peer: the code that it gave up with
 
 
 class Memory(Transport):
@@ -77,7 +78,8 @@ class Memory(Transport):
                 landed(start, min(start + 192, size))
         return message
 
-    def abort(self, reason):
+    def abort(self, reason, code=None):
+        self.hub.codes[self.node] = code
         self._leave(reason or "gave up")
 
     def close(self):
@@ -93,6 +95,8 @@ class Memory(Transport):
         self.told.add(peer)
         if self.on_lost is not None and self.hub.gone[peer]:
             self.on_lost(peer, reason)
+        if self.hub.codes.get(peer):
+            raise ProtocolError(self.hub.codes[peer], reason)
         raise PeerLost(peer, reason, self.doing)
 
     def _next(self, peers, channel, timeout, anybody=False):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import minidist as md
 from memory import cluster, run
 from minidist import distributed as dist
+from minidist_transports import ProtocolError, protocol
 
 DTYPES = ["float32", "float64", "float16", "int8", "uint8", "int16", "int32", "int64", "bool"]
 OPS = {md.ReduceOp.SUM: lambda a, b: a + b, md.ReduceOp.PRODUCT: lambda a, b: a * b,
@@ -276,6 +277,17 @@ def test_D4_different_calls(first, second, names):
         assert len(re.findall("all_reduce|broadcast|barrier", str(error))) >= 2
     for name in names:
         assert name in f"{errors[0]} {errors[1]}"
+
+
+def test_D4_a_third_rank_hears_that_two_differ():
+    def work(group):
+        if group.rank == 2:
+            group.recv(np.zeros(1), src=0)
+        group.broadcast(np.zeros(4, np.float32 if group.rank else np.int32), src=1)
+        group.barrier()
+    for error in outcomes(3, work):
+        assert isinstance(error, ProtocolError) and error.code == protocol.CODES["MISMATCH"]
+        assert "int32" in str(error) and "float32" in str(error)
 
 
 # ---- point to point --------------------------------------------------------------

@@ -419,6 +419,20 @@ def test_abort_tells_everybody_why(name):
 
 
 @every
+def test_D4_abort_with_a_code_is_that_error_everywhere(name):
+    with cluster(name, 3) as nodes:
+        def work(node):
+            if node.node == 1:
+                return node.abort("rank 1 called barrier", p.CODES["MISMATCH"])
+            return node.recv(2 - node.node)
+        errors = each(nodes, work)
+        for peer in (0, 2):
+            assert isinstance(errors[peer], mt.ProtocolError)
+            assert errors[peer].code == p.CODES["MISMATCH"]
+            assert "rank 1 called barrier" in str(errors[peer])
+
+
+@every
 def test_on_lost_lets_the_others_go_on(name):
     with cluster(name, 3) as (a, b, c):
         lost = []

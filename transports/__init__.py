@@ -112,8 +112,9 @@ class Transport(ABC):
         order is told once, as a message of kind protocol.GOODBYE."""
 
     @abstractmethod
-    def abort(self, reason: str) -> None:
-        """Tell every node why this one gives up, then close."""
+    def abort(self, reason: str, code: int | None = None) -> None:
+        """Tell every node why this one gives up, then close. `code` is
+        protocol.ERRORS' number, if it is another than ABORTED."""
 
     @abstractmethod
     def close(self) -> None:

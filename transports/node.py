@@ -153,10 +153,10 @@ class StreamTransport(Members):
             self._wait(look, timeout, None, ())
         return found[0]
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, code: int | None = None) -> None:
         with self.lock:
             if not self.closed:
-                self._give_up(ProtocolError(CODES["ABORTED"], reason))
+                self._give_up(ProtocolError(code or CODES["ABORTED"], reason))
                 self._part(lambda: not self.connections, 1.0)
         self._end()
 
