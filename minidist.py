@@ -3448,15 +3448,16 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p: fl
     scores = matmul(query * scale, transpose(key, -1, -2))
     if is_causal:
         mask = wrap(np.tri(*scores.shape[-2:], dtype=bool))
-    if mask is not None and mask.dtype.kind == "b":
-        scores = where(mask, scores, -math.inf)
-        alone = ~mask._array.any(-1, keepdims=True)
-        if alone.any():  # rows of -inf alone would become NaN
-            weights = where(alone, 0.0, softmax(where(alone, 0.0, scores), -1))
-        else:
-            weights = softmax(scores, -1)
+    alone: Any = False
+    if mask is not None:
+        boolean = mask.dtype.kind == "b"
+        scores = where(mask, scores, -math.inf) if boolean else scores + mask
+        seen = mask._array if boolean else mask._array != -math.inf
+        alone = ~seen.any(-1, keepdims=True)
+    if np.any(alone):  # rows of -inf alone would become NaN
+        weights = where(alone, 0.0, softmax(where(alone, 0.0, scores), -1))
     else:
-        weights = softmax(scores if mask is None else scores + mask, -1)
+        weights = softmax(scores, -1)
     return matmul(dropout(weights, p), value), weights
 
 

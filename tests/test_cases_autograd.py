@@ -189,6 +189,7 @@ def test_A20_relu_at_zero():
 
 def test_A21_clamp_at_its_bounds():
     near(grads(lambda x: md.clip(x, 0, 1), [-1.0, 0, 0.5, 1, 2]), [0, 1, 1, 1, 0])
+    near(grads(F.relu6, [0.0, 3, 6]), [0, 1, 0])  # PyTorch's choice, too
 
 
 def test_A22_abs_at_zero(strict_numpy):
@@ -372,6 +373,14 @@ def test_A37_label_smoothing_and_class_weights():
             x, m.tensor([0, 1, 1]), w.detach(), label_smoothing=s), (3, 2), np.array([1.0, 3.0]))
 
 
+def test_A64_divergence_from_a_target_with_zeros(strict_numpy):
+    x = t(math.log(0.5), math.log(0.5))
+    loss = F.kl_div(x, t(0.0, 1.0, grad=False), reduction="sum")
+    near(loss, 0.6931471806)
+    loss.backward()
+    near(x.grad, [0, -1])
+
+
 def test_A60_losses_do_not_broadcast():
     for loss in (F.mse_loss, F.l1_loss, F.binary_cross_entropy_with_logits, nn.MSELoss()):
         with pytest.raises(ValueError, match=r"\(3, 1\).*\(3,\)"):
@@ -450,6 +459,30 @@ def test_A45_softmax_of_a_fully_masked_row():
     near(F.softmax(t(-math.inf, -math.inf), 0), [math.nan, math.nan])
     near(F.softmax(t(-math.inf, 1.0), 0), [0, 1])
     near(F.log_softmax(t(-math.inf, 1.0), 0), [-math.inf, 0])
+
+
+@pytest.mark.parametrize("mask", [[[False, False], [True, False]],
+                                  [[-math.inf, -math.inf], [0.0, -math.inf]]])
+def test_A45_attention_to_nothing(mask):
+    q, k, v = (t(normal(1, 1, 2, 3, seed=i)) for i in range(3))
+    mask = md.tensor(mask) if mask[1][0] is True else t(mask, grad=False)
+    out = F.scaled_dot_product_attention(q, k, v, mask)
+    near(out[0, 0], [[0, 0, 0], v[0, 0, 0].tolist()])
+    out.sum().backward()
+    for x in (q, k, v):
+        assert np.isfinite(x.grad.numpy()).all()
+
+
+@pytest.mark.parametrize("cell", [True, False])
+def test_A46_gru_resets_after_the_product(cell):
+    gru = (nn.GRUCell if cell else nn.GRU)(1, 1).double()
+    values = [[[0.5], [0.4], [0.3]], [[0.2], [0.1], [0.6]], [0, 0, 0], [0, 0, 0.7]]
+    with md.no_grad():
+        for parameter, value in zip(gru.parameters(), values):
+            parameter.copy_(t(value, grad=False))
+    x, h = t([[1.0]]), t([[2.0]])
+    out = gru(x, h) if cell else gru(x.unsqueeze(0), h.unsqueeze(0))[1][0]
+    near(out, [[1.6204865204]])
 
 
 def test_A47_both_forms_of_gelu():
