@@ -962,6 +962,8 @@ class Op:
             for name, value in static.items():
                 if value is inspect.Parameter.empty:
                     raise TypeError(f"{self.name} misses its argument {name!r}")
+                if isinstance(value, np.floating):
+                    static[name] = value.item()  # NumPy's numbers would impose their dtype
         elif static:
             raise TypeError(f"{self.name} has no argument {next(iter(static))!r}")
         return args, static
@@ -1759,7 +1761,7 @@ eye = factory(lambda n, m=None, dtype=None: np.eye(n, m, dtype=dtype or default_
 
 @factory
 def full(size, fill_value, dtype):
-    return np.full(size, to_array(fill_value), dtype or tensor(fill_value).dtype)
+    return np.full(size, to_array(fill_value), dtype or result_type(fill_value))
 
 @factory
 def arange(start, end=None, step=1, dtype=None):

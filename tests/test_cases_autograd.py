@@ -300,6 +300,11 @@ def test_A31_scalars_and_integers_are_weak():
     assert (md.ones(2) * np.float64(2)).dtype == md.float32
     assert (md.tensor([1, 2]) * md.tensor([0.5, 0.5])).dtype == md.float32
     assert (md.tensor([1, 2]) * np.float64(0.5)).dtype == md.float32
+    x, half = md.ones(4, 2), np.float64(0.5)
+    for y in (x.clamp(-half, half), x.norm(half), F.leaky_relu(x, half), F.elu(x, half),
+              F.layer_norm(x, (2,), eps=half), md.full((2,), half), md.where(x > 0, x, half),
+              F.batch_norm(x, None, None, training=True, eps=half), F.dropout(x, half)):
+        assert y.dtype == md.float32
     for rate in np.linspace(0, 1, 3):
         assert (md.ones(2) * rate).dtype == (rate * md.ones(2)).dtype == md.float32
     p = nn.Parameter(md.ones(2))
