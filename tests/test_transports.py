@@ -8,6 +8,7 @@ import gc
 import importlib.util
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -761,15 +762,15 @@ def test_another_version_is_an_error_on_both_sides(monkeypatch, caplog):
 def test_D6_the_missing_are_named(caplog, monkeypatch):
     from minidist_transports import node as engine
     monkeypatch.setattr(engine, "REPORT", 0.3)
-    first, second = configs("tcp", 4, start_timeout=1.5)[:2]
+    first, second = configs("tcp", 4, start_timeout=4.0)[:2]
 
     def late():
-        time.sleep(1.25)                        # rank 1's patience must not end before rank 0's
+        time.sleep(0.5)                         # rank 1's patience must not end before rank 0's
         return mt.open("tcp", first)
     zero, one = together(late, lambda: mt.open("tcp", second))
     assert isinstance(zero, mt.Timeout) and isinstance(one, mt.PeerLost)
     for error in (zero, one):
-        assert "rank 0 has waited 2 of 1.5 s for rank 2, rank 3 to join" in str(error)
+        assert re.search(r"rank 0 has waited \d of 4 s for rank 2, rank 3 to join", str(error))
     assert any("rank 2, rank 3 to join" in record.message for record in caplog.records)
 
 
