@@ -6255,6 +6255,25 @@ class Strategy:
                            f"{odd[0]} has {b}. This is rank {group.rank}: {cure}")
 
 
+def lines_of(optimizer: Any) -> list[str]:
+    """What its steps depend on, for comparison between ranks: arrays by their hash."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, dict):
+            return ", ".join(f"{name}={text(x)}" for name, x in value.items())
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(map(text, value))}]"
+        if isinstance(value, (Tensor, np.ndarray, np.generic)):
+            array = elements_of(value)
+            whole = hashlib.sha256(memoryview(array)).hexdigest()[:16] if array.size > 1 else array.tolist()
+            return f"{array.dtype} {whole}"
+        return repr(value)
+
+    state = optimizer.state_dict()
+    return [f"{type(optimizer).__name__} with {text(group)}" for group in state["param_groups"]] + [
+        f"parameter {i}: {text(entries)}" for i, entries in state["state"].items() if entries]
+
+
 def without_rows(batch: Any) -> Any:
     """The batch with 0 rows: the same structure, dtypes and further dimensions."""
     if isinstance(batch, dict):
@@ -6284,6 +6303,7 @@ class Synchronous(Strategy):
         self._reduced = False  # has this step's gradient been reduced?
         self._queued = False  # will it be, when the backward pass under way ends?
         self._accumulating = False  # inside no_sync
+        self._agreed = optimizer is None  # do the ranks' optimizers start equal?
         self._seen = 0  # samples that this rank's buffers have seen since they were equal
         self._hooked: set[str] = set()
         self._order: list[str] = []  # names in the order of the flat vectors
@@ -6324,6 +6344,10 @@ class Synchronous(Strategy):
             self._reduce()
 
     def _reduce(self) -> None:
+        if not self._agreed:  # now, as a checkpoint may have been loaded until now
+            self._agreed = True
+            self.agree("the optimizer", lines_of(self.optimizer),
+                       "give it the same options, and load a checkpoint, on every rank")
         for i, vector in enumerate(self.on_gradient()):
             self.group.all_reduce(vector, what=f"gradients of step {self.steps}, part {i}")
         self.on_sum()

@@ -275,6 +275,26 @@ def test_D3_the_first_difference_is_named_on_every_rank(other, found):
             raise error
 
 
+@pytest.mark.parametrize("change, found", [
+    (lambda o: o.param_groups[0].update(lr=0.01), "lr=0.1.*lr=0.01"),
+    (lambda o: (o.param_groups[0]["params"][0].sum().backward(), o.step(), o.zero_grad()),
+     r"nothing more.*parameter 0: momentum_buffer=float32"),
+], ids=["option", "state"])
+def test_D18_a_checkpoint_that_one_rank_alone_has_loaded(change, found):
+    def work(group):
+        md.manual_seed(0)
+        model = nn.Linear(2, 1)
+        optimizer = md.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if group.rank == 1:
+            change(optimizer)
+        md.Synchronous(model, optimizer, group)
+        before = model.weight.tolist()
+        with pytest.raises(RuntimeError, match=f"the optimizer differs between ranks.*{found}"):
+            model(md.ones(2, 2)).sum().backward()
+        assert model.weight.tolist() == before
+    on_ranks(2, work)
+
+
 def test_D3_frozen_on_one_rank_only():
     def work(group):
         model = nn.Linear(2, 2)
