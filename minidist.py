@@ -6265,8 +6265,8 @@ def lines_of(optimizer: Any) -> list[str]:
             return f"[{', '.join(map(text, value))}]"
         if isinstance(value, (Tensor, np.ndarray, np.generic)):
             array = elements_of(value)
-            whole = hashlib.sha256(memoryview(array)).hexdigest()[:16] if array.size > 1 else array.tolist()
-            return f"{array.dtype} {whole}"
+            many = hashlib.sha256(array.data).hexdigest()[:16]
+            return f"{array.dtype} {many if array.size > 1 else array.tolist()}"
         return repr(value)
 
     state = optimizer.state_dict()
