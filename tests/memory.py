@@ -156,3 +156,20 @@ def run(nodes, work, timeout: float = 30.0):
     if errors:
         raise errors[0]
     return results
+
+
+def on_ranks(size, work):
+    """work(group) on every rank of an in-memory cluster."""
+    import minidist as md
+    with cluster(size) as nodes:
+        return run(nodes, lambda transport: work(md.ProcessGroup(transport, size)))
+
+
+def outcomes(size, work):
+    """As on_ranks, but what each rank returned or raised."""
+    def one(group):
+        try:
+            return work(group)
+        except Exception as error:
+            return error
+    return on_ranks(size, one)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import minidist as md
-from memory import cluster, run
+from memory import cluster, on_ranks, outcomes, run
 from minidist import distributed as dist
 from minidist_transports import ProtocolError, protocol
 
@@ -45,22 +45,6 @@ def numbers(rank, count, dtype):
     if dtype.startswith("f"):       # of very different sizes, so that the order of a sum shows
         return (rng.standard_normal(count) * 10.0 ** rng.integers(-3, 4, count)).astype(dtype)
     return rng.integers(0, 100, count).astype(dtype)
-
-
-def on_ranks(size, work):
-    """work(group) on every rank of an in-memory cluster."""
-    with cluster(size) as nodes:
-        return run(nodes, lambda transport: work(md.ProcessGroup(transport, size)))
-
-
-def outcomes(size, work):
-    """As on_ranks, but what each rank returned or raised."""
-    def one(group):
-        try:
-            return work(group)
-        except Exception as error:
-            return error
-    return on_ranks(size, one)
 
 
 # ---- all_reduce: what its sum is -------------------------------------------------

@@ -10,25 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import minidist as md
-from memory import cluster, run
+from memory import on_ranks, outcomes
 from minidist import nn
 
 mse = nn.functional.mse_loss
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def on_ranks(size, work):
-    with cluster(size) as nodes:
-        return run(nodes, lambda transport: work(md.ProcessGroup(transport, size)))
-
-
-def outcomes(size, work):
-    def one(group):
-        try:
-            return work(group)
-        except Exception as error:
-            return error
-    return on_ranks(size, one)
 
 
 class Net(nn.Module):
