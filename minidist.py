@@ -107,7 +107,8 @@ class Tensor:
     _view: View | None = None  # set on views, so that writing through them is recorded
     _hooks: dict[int, Callable] | None = None
     _after_grad: dict[int, Callable] | None = None
-    edges: tuple = ()  # a leaf is where the graph ends
+    edges: Sequence = ()  # a leaf is where the graph ends
+    number = 0
 
     def __init__(self, *data: Any) -> None:
         if len(data) == 1 and not isinstance(data[0], (int, np.integer)):
@@ -418,20 +419,24 @@ def name_of(edge: Node | Tensor) -> str:
 class Node:
     """One recorded operation."""
 
-    __slots__ = ("op", "edges", "steps", "saved", "static", "shape", "dtype", "_hooks", "where",
+    __slots__ = ("op", "plan", "number", "edges", "saved", "shape", "dtype", "_hooks", "where",
                  "__weakref__")
 
     op: Op
-    edges: tuple  # for each input: its Node, its leaf Tensor, or None where no gradient goes
-    steps: tuple  # (input position, derivative, the names it takes), for the inputs that want one
-    saved: dict | None  # name -> (array, edge, storage, version); None once consumed
-    static: dict  # the arguments that are not tensors
+    plan: Plan  # what is saved, and which derivatives run
+    number: int  # nodes are numbered as they are made
+    edges: Sequence  # for each input: its Node, its leaf Tensor, or None where no gradient goes
+    # For each name of the plan (value, edge, storage, version); of what is not a tensor the
+    # version is None. The whole is None once consumed.
+    saved: list | None
     shape: tuple[int, ...]  # of the output
     dtype: np.dtype
     _hooks: dict[int, Callable] | None
-    where: str | None
+    where: str  # the user's line that called the op, in anomaly mode
 
-    def values(self, as_tensors: bool) -> dict[str, Any]:
+    numbers = itertools.count(2, 2)  # even ones: see topological_order
+
+    def values(self, as_tensors: bool) -> list:
         """What the derivatives name: saved arrays, or saved tensors in their place in the graph
         when the derivatives themselves are to be differentiated."""
         if self.saved is None:
@@ -439,22 +444,23 @@ class Node:
                 f"backward went through {self.op.name} a second time, but its saved values were "
                 "freed by the first: call backward(retain_graph=True) the first time"
             )
-        values = dict(self.static)
-        for name, (array, edge, storage, version) in self.saved.items():
+        names, values = self.plan.names, []
+        for name, (value, edge, storage, version) in zip(names, self.saved):
             if storage is not None and storage.version != version:
                 raise RuntimeError(
                     f"{self.op.name} saved its {'result' if name == 'out' else 'input ' + name} "
-                    f"(shape {array.shape}) for backward at version {version}, but it was changed "
+                    f"(shape {value.shape}) for backward at version {version}, but it was changed "
                     f"in place by {storage.changed_by} and is at version {storage.version}: "
                     "change a .clone(), or use the form of the change that makes a new tensor"
                 )
-            if as_tensors and isinstance(array, np.ndarray):
-                array = tensor_at(array, self if name == "out" else edge)
-            values[name] = array
+            if as_tensors and version is not None and isinstance(value, np.ndarray):
+                value = tensor_at(value, self if name == "out" else edge)
+            values.append(value)
         if as_tensors:  # a residual's formula gives it a place in the graph (see Op)
-            for name, residual in self.op.residuals.items():
-                if residual is not None and name in values:
-                    values[name] = residual(*[values[n] for n in names_of(residual)])
+            for k, name in enumerate(names):
+                residual = self.op.residuals.get(name)
+                if residual is not None:
+                    values[k] = residual(*[values[names.index(n)] for n in names_of(residual)])
         return values
 
 
@@ -466,31 +472,29 @@ def tensor_at(array: np.ndarray, edge: Node | Tensor | None) -> Tensor:
 
 
 def topological_order(roots: Iterable[Node | Tensor]) -> list[Node | Tensor]:
-    """All nodes behind the roots, each after every node that uses it (Kahn, 1962).
+    """All nodes behind the roots, each after every node that uses it.
 
     A node may pass its gradient on only when it is complete, when all consumers have added
     their part. Visiting nodes as they are met would do the paths of a diamond one by one: wrong
-    if each node runs once, exponential if it runs once a path. Iterative, since a graph is
-    deeper than Python's stack: a loop of a hundred thousand steps is a chain of as many nodes."""
-    uses: dict[Node | Tensor, int] = dict.fromkeys(roots, 0)
-    stack = list(uses)
+    if each node runs once, exponential if it runs once a path. But a node can only use what was
+    there before it, so the order in which nodes were made, turned round, will do. A leaf comes
+    right after the first node that used it, whose gradient completes its own: a hook may then
+    send it to other processes while the rest is computed.
+
+    Iterative, since a graph is deeper than Python's stack: a loop of a hundred thousand steps is
+    a chain of as many nodes."""
+    stack = list(dict.fromkeys(roots))
+    place = {root: root.number for root in stack}
     while stack:
-        for edge in stack.pop().edges:
-            if edge is None:
-                continue
-            if edge in uses:
-                uses[edge] += 1
-            else:
-                uses[edge] = 1
-                stack.append(edge)
-    order = [node for node, count in uses.items() if count == 0]
-    for node in order:  # the list grows while we walk it
+        node = stack.pop()
         for edge in node.edges:
-            if edge is not None:
-                uses[edge] -= 1
-                if uses[edge] == 0:
-                    order.append(edge)
-    return order
+            if edge.__class__ is Node:
+                if edge not in place:
+                    place[edge] = edge.number
+                    stack.append(edge)
+            elif edge is not None and place.get(edge, node.number) >= node.number:
+                place[edge] = node.number - 1
+    return sorted(place, key=place.__getitem__, reverse=True)
 
 
 _anomaly: ContextVar[bool] = ContextVar("anomaly", default=False)
@@ -519,19 +523,28 @@ def run_backward(
     those of `inputs` are returned by their edge. Under `create_graph` the derivatives run on
     tensors and are recorded themselves; the graph is consumed unless retained."""
     retain_graph = create_graph if retain_graph is None else retain_graph
-    pending: dict[Node | Tensor, Any] = {}  # gradients so far: they live in this pass alone
-    ours: set[Node | Tensor] = set()  # whose pending array this pass made, and may add into
+    pending: dict[Any, Any] = {}  # gradients so far: they live in this pass alone
+    lent: set[Any] = set()  # whose pending array is somebody else's too: not to be written to
 
-    def add(edge: Node | Tensor, gradient: Any, fresh: bool) -> None:
+    def add(edge: Any, part: Any, node: Any, own: bool) -> None:
+        """Part of the gradient of an edge, made by the derivative of a node."""
+        like = edge if edge.__class__ is Node else edge._array
+        if part.shape != like.shape or part.dtype is not like.dtype:
+            part, own = fitted(part, like, node), False
+        if node is not None and node.where and np.isnan(to_array(part)).any():
+            raise RuntimeError(f"{node.op.name} made the first NaN of this backward, in the "
+                               f"gradient of its input {node.edges.index(edge)}. It was called "
+                               f"here:\n{node.where}")
         if edge not in pending:
-            pending[edge] = gradient
-            if fresh:
-                ours.add(edge)
-        elif edge in ours and type(pending[edge]) is np.ndarray:  # not a tensor, nor a scalar
-            np.add(pending[edge], gradient, out=pending[edge])
+            pending[edge] = part
+            if not own:
+                lent.add(edge)
+        elif edge in lent:
+            pending[edge] = pending[edge] + part
+            if pending[edge].__class__ is np.ndarray:  # not a tensor, nor a scalar
+                lent.remove(edge)
         else:
-            pending[edge] = pending[edge] + gradient
-            ours.add(edge)
+            np.add(pending[edge], part, out=pending[edge])
 
     for output, gradient in zip(outputs, gradients):
         edge = edge_of(output)
@@ -541,9 +554,9 @@ def run_backward(
                 "set requires_grad=True on the leaves, and do not compute under no_grad()"
             )
         seed = first_gradient(output, gradient)
-        add(edge, seed if create_graph else seed._array, fresh=False)
+        add(edge, seed if create_graph else seed._array, None, own=False)
 
-    order = topological_order(pending)
+    order: list[Any] = topological_order(pending)
     targets = None if inputs is None else {edge_of(x): x for x in inputs}
     wanted = None if targets is None else leading_to(targets, order)
     captured: dict[Any, Any] = {}
@@ -554,36 +567,31 @@ def run_backward(
     quiet.__enter__()
     try:
         for node in order:
-            if node not in pending:
+            gradient = pending.pop(node, None)
+            if gradient is None:
                 continue
-            gradient = pending.pop(node)
             if node._hooks:
                 gradient = apply_hooks(node, gradient)
             if targets is not None and node in targets:
                 captured[node] = gradient
-            if isinstance(node, Tensor):
+            if node.__class__ is not Node:
                 if accumulate and (targets is None or node in targets):
-                    accumulate_grad(node, gradient, owned=node in ours and not node._hooks)
+                    accumulate_grad(node, gradient, node not in lent and not node._hooks)
                 continue
-            if wanted is not None and wanted.isdisjoint(node.edges):
+            edges = node.edges
+            if wanted is not None and wanted.isdisjoint(edges):
                 continue  # no input lies behind it; what it saved stays for a later pass
-            values = node.values(as_tensors=create_graph)
-            for position, derivative, names in node.steps:
-                edge = node.edges[position]
-                if edge is None or (wanted is not None and edge not in wanted):
+            values = node.values(create_graph)
+            for i, derivative, needed in node.plan.steps:
+                if wanted is not None and i is not None and edges[i] not in wanted:
                     continue
-                arguments = [position if n == "i" else values[n] for n in names]
-                result = derivative(gradient, *arguments)
-                if result is not None:
-                    part = fitted(result, edge, node)
-                    if node.where and np.isnan(to_array(part)).any():
-                        raise RuntimeError(f"{node.op.name} made the first NaN of this backward, "
-                                           f"in the gradient of its input {position}. It was "
-                                           f"called here:\n{node.where}")
-                    # An array that owns its memory and is not the incoming gradient was made by
-                    # the derivative (which by rule returns no saved value itself).
-                    add(edge, part, part is not gradient and type(part) is np.ndarray
-                        and part.base is None)
+                result = derivative(gradient, *[values[k] for k in needed])
+                for edge, part in ((edges[i], result),) if i is not None else zip(edges, result):
+                    if part is not None and (wanted is None or edge in wanted):
+                        # An array that owns its memory and is not the incoming gradient was made
+                        # by the derivative (which by rule returns no saved value itself).
+                        add(edge, part, node, part is not gradient and part.__class__ is np.ndarray
+                            and part.base is None)
             if not retain_graph:
                 node.saved = None
     finally:
@@ -626,17 +634,14 @@ def leading_to(targets: Iterable, order: list) -> set:
     return wanted
 
 
-def fitted(gradient: Any, edge: Node | Tensor, node: Node) -> Any:
+def fitted(gradient: Any, like: Any, node: Node) -> Any:
     """The one place where a gradient gets the shape and dtype of what it belongs to.
 
     Where an input was broadcast, its one element was used many times: the gradients of the
     copies are summed. Where it was cast, the gradient is cast back."""
-    shape = edge._array.shape if isinstance(edge, Tensor) else edge.shape
-    if gradient.shape != shape:
-        gradient = unbroadcast(gradient, shape, node)
-    if gradient.dtype != edge.dtype:
-        gradient = cast(gradient, dtype=edge.dtype)
-    return gradient
+    if gradient.shape != like.shape:
+        gradient = unbroadcast(gradient, like.shape, node)
+    return gradient if gradient.dtype == like.dtype else cast(gradient, dtype=like.dtype)
 
 
 def unbroadcast(gradient: Any, shape: tuple[int, ...], node: Node) -> Any:
@@ -885,6 +890,14 @@ def names_of(function: Callable) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
 
 
+class Plan(NamedTuple):
+    """How an op records when certain of its inputs want a gradient."""
+
+    names: tuple[str, ...]  # of the values that its derivatives need
+    sources: tuple[tuple, ...]  # where each is found: see Op.source
+    steps: tuple[tuple, ...]  # (input or None for all, derivative, which of the values it takes)
+
+
 class Op:
     """A formula, its derivatives, and what to save for them.
 
@@ -894,9 +907,9 @@ class Op:
 
     def __init__(self, formula: Callable, derivatives: dict[str, Callable],
                  residuals: dict[str, Callable | None], view: bool = False, floats: bool = False,
-                 quiet: bool = False) -> None:
+                 quiet: bool = False, joint: Callable | None = None) -> None:
         self.formula, self.residuals, self.view, self.floats = formula, residuals, view, floats
-        self.quiet = quiet
+        self.quiet, self.joint = quiet, joint
         self.name = getattr(formula, "__name__", "op").strip("_")
         if isinstance(formula, np.ufunc):
             self.inputs: tuple[str, ...] = ("x", "y")[: formula.nin]
@@ -914,7 +927,7 @@ class Op:
         self.promoting = tuple(
             i for i, n in enumerate(self.inputs) if n in derivatives or not derivatives
         )
-        self.plans: dict[tuple[bool, ...], tuple[tuple, tuple]] = {}
+        self.plans: dict[tuple[bool, ...], Plan] = {}
         self.function: Callable = self.apply  # replaced by what users call (see op)
 
     def apply(self, args: tuple, static: dict[str, Any]) -> Any:
@@ -926,15 +939,16 @@ class Op:
             out = self.formula(*inputs, **static)
             return out[0] if self.residuals else out
         arrays = self.arrays(inputs)
-        if self.quiet:
-            with np.errstate(all="ignore"):
-                out = self.formula(*arrays, **static)
-        else:
-            out = self.formula(*arrays, **static)
-        extra: Sequence[Any] = ()
+        out, extra = self.computed(arrays, static), ()
         if self.residuals:
             out, *extra = out
         return self.recorded(inputs, arrays, static, out, extra)
+
+    def computed(self, arrays: Sequence, static: dict[str, Any]) -> Any:
+        if not self.quiet:
+            return self.formula(*arrays, **static)
+        with np.errstate(all="ignore"):
+            return self.formula(*arrays, **static)
 
     def bind(self, args: tuple, static: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Split arguments into tensors and the rest, as PyTorch's signatures allow: the rest may
@@ -982,81 +996,96 @@ class Op:
                       else a for a in arrays]
         return arrays
 
-    def recorded(self, inputs: tuple, arrays: Sequence, static: dict, out: Any,
+    def recorded(self, inputs: Sequence, arrays: Sequence, static: dict, out: Any,
                  extra: Sequence = ()) -> Tensor:
         """The result as a Tensor, with a Node behind it where a gradient is wanted."""
         result = wrap(out)
         if self.view:
             self.remember_view(inputs[0], static, result)
-        if not self.derivatives or not _grad_enabled.get() or result.dtype.kind != "f":
+        if not _grad_enabled.get() or out.dtype.kind != "f":
             return result
-        edges = tuple(edge_of(x) if isinstance(x, Tensor) else None for x in inputs)
-        mask = tuple(edge is not None for edge in edges)
-        if True not in mask:
-            return result
-        saves, steps = self.plan(mask)
-        if not steps:
+        edges = [edge_of(x) if isinstance(x, Tensor) else None for x in inputs]
+        mask = tuple([edge is not None for edge in edges])
+        plan = self.plans.get(mask) or self.plan(mask)
+        if not plan.steps:
             return result
         node = Node()
-        node.op, node.edges, node.steps, node.static = self, edges, steps, static
-        node.shape, node.dtype = result._array.shape, result._array.dtype
-        node._hooks = None
+        node.op, node.plan, node.number, node.edges = self, plan, next(Node.numbers), edges
+        node.shape, node.dtype, node._hooks = out.shape, out.dtype, None
         node.where = called_from() if _anomaly.get() else ""
-        saved: dict[str, tuple] = {}
+        saved: list[tuple] = []
         node.saved = saved
-        for name, source in saves:
-            if source == "out":
-                saved[name] = (result._array, None, result._storage, 0)
-                result._storage.saved = True
-            elif source == "shape":
-                node.static = {**node.static, name: self.shape(name, inputs)}
-            elif source == "extra":
-                saved[name] = (extra[list(self.residuals).index(name)], None, None, 0)
-            else:
-                x, array = inputs[source], arrays[source]
+        for kind, key in plan.sources:
+            if kind == "input":
+                x, array = inputs[key], arrays[key]
                 if isinstance(x, Tensor) and array is x._array:
-                    saved[name] = (array, edges[source], x._storage, x._storage.version)
-                    x._storage.saved = True
+                    storage = x._storage
+                    saved.append((array, edges[key], storage, storage.version))
+                    storage.saved = True
                 else:  # a cast copy, which nobody else can change, a number, or None
-                    saved[name] = (array, edges[source], None, 0)
+                    saved.append((array, edges[key], None, 0))
+            elif kind == "out":
+                saved.append((result._array, None, result._storage, 0))
+                result._storage.saved = True
+            elif kind == "residual":
+                saved.append((extra[key], None, None, 0))
+            elif kind == "static":
+                saved.append((static[key], None, None, None))
+            elif kind == "shape":
+                saved.append((np.shape(to_array(inputs[key])), None, None, None))
+            elif kind == "shapes":
+                saved.append((tuple(np.shape(to_array(x)) for x in inputs), None, None, None))
+            else:
+                saved.append((key, None, None, None))
         result._edge = node
         return result
 
-    def plan(self, mask: tuple[bool, ...]) -> tuple[tuple, tuple]:
+    def plan(self, mask: tuple[bool, ...]) -> Plan:
         """What to save and which derivatives to run when these inputs want gradients."""
-        if mask not in self.plans:
-            steps = []
-            for i, wanted in enumerate(mask):
-                derivative = self.derivatives.get(self.inputs[0 if self.variadic else i])
-                if wanted and derivative is not None:
-                    steps.append((i, derivative, names_of(derivative)[1:]))
-            names: dict[str, Any] = {}
-            queue = [name for _, _, needed in steps for name in needed]
-            for name in queue:  # grows: a residual's own formula names what it needs
-                names.setdefault(name, self.source(name))
-                if self.residuals.get(name) is not None:
-                    queue += names_of(self.residuals[name])
-            saves = tuple((n, s) for n, s in names.items() if s is not None)
-            self.plans[mask] = (saves, tuple(steps))
+        wanted = tuple(i for i, want in enumerate(mask) if want)
+        rules: list[tuple] = []
+        if self.joint is not None and wanted:
+            rules = [(None, self.joint)]
+        elif self.joint is None:
+            rules = [(i, self.derivatives.get(self.inputs[0 if self.variadic else i]))
+                     for i in wanted]
+        sources: dict[tuple, None] = {}  # an ordered set of (name, kind, key)
+        steps = []
+        for i, derivative in rules:
+            if derivative is not None:
+                needed = [(n, *self.source(n, i, mask)) for n in names_of(derivative)[1:]]
+                sources |= dict.fromkeys(needed)
+                steps.append((i, derivative, needed))
+        for name, _, _ in (queue := list(sources)):  # grows: a residual's formula names more
+            residual = self.residuals.get(name)
+            further = [(n, *self.source(n, None, mask)) for n in names_of(residual)] \
+                if residual is not None else []
+            queue += [n for n in further if n not in sources]
+            sources |= dict.fromkeys(further)
+        order = list(sources)
+        self.plans[mask] = Plan(
+            tuple(name for name, _, _ in order), tuple((kind, key) for _, kind, key in order),
+            tuple((i, derivative, tuple(map(order.index, needed)))
+                  for i, derivative, needed in steps))
         return self.plans[mask]
 
-    def source(self, name: str) -> Any:
+    def source(self, name: str, i: int | None, mask: tuple[bool, ...]) -> tuple[str, Any]:
+        """Where a derivative finds what it names."""
         if name == "out":
-            return "out"
+            return "out", None
         if name in self.residuals:
-            return "extra"
-        if name in self.defaults or name == "i":
-            return None  # not a tensor: it is in node.static already
+            return "residual", list(self.residuals).index(name)
+        if name in self.defaults:
+            return "static", name
         if name in self.inputs:
-            return self.inputs.index(name)
-        if name == "shapes" or name.removesuffix("_shape") in self.inputs:
-            return "shape"
-        raise TypeError(f"a derivative of {self.name} names {name!r}, which the op does not have")
-
-    def shape(self, name: str, inputs: tuple) -> Any:
+            return "input", self.inputs.index(name)
         if name == "shapes":
-            return tuple(np.shape(to_array(x)) for x in inputs)
-        return np.shape(to_array(inputs[self.inputs.index(name.removesuffix("_shape"))]))
+            return "shapes", None
+        if name.removesuffix("_shape") in self.inputs:
+            return "shape", self.inputs.index(name.removesuffix("_shape"))
+        if name in ("i", "needs"):  # the position of the input; which inputs want a gradient
+            return "constant", i if name == "i" else mask
+        raise TypeError(f"a derivative of {self.name} names {name!r}, which the op does not have")
 
     def remember_view(self, x: Tensor, static: dict, result: Tensor) -> None:
         """Results that share their input's memory share its version, and writing through them
@@ -1077,35 +1106,85 @@ numpy_to_op: dict[Callable, Callable] = {}  # for NumPy's protocols: np.exp -> e
 
 def op(formula: Any = None, *, residuals: dict[str, Callable | None] | None = None,
        view: bool = False, floats: bool = False, quiet: bool | None = None,
-       numpy: Callable | None = None, **derivatives: Callable) -> Any:
+       numpy: Callable | None = None, joint: Callable | None = None,
+       **derivatives: Callable) -> Any:
     """Make a function on tensors from a NumPy formula and a derivative for each input.
 
     view: the result shares the input's memory. floats: integers become float32 first. quiet: 1 / 0
-    and its like give infinities and NaN without NumPy's warning, as in PyTorch (always for
+    and its like give infinities and NaN without NumPy's warning, as in PyTorch (by default for
     floats; it costs half a microsecond, so only where it can happen). numpy: the NumPy function
-    (a ufunc by itself) that this op is on tensors. Also a decorator."""
+    (a ufunc by itself) that this op is on tensors. joint: one derivative for all inputs, where
+    they share most of their work: joint(g, needs, ...) returns a tuple, with None for each input
+    that `needs`, a tuple of booleans, does not mark. Also a decorator."""
     if formula is None:
         return functools.partial(op, residuals=residuals, view=view, floats=floats, quiet=quiet,
-                                 numpy=numpy, **derivatives)
+                                 numpy=numpy, joint=joint, **derivatives)
     quiet = floats if quiet is None else quiet
-    this = Op(formula, derivatives, residuals or {}, view, floats, quiet)
-
-    def function(*args: Any, **static: Any) -> Any:
-        return this.apply(args, static)
-
-    function.op = this  # type: ignore[attr-defined]
+    this = Op(formula, derivatives, residuals or {}, view, floats, quiet, joint)
+    simple = not (this.defaults or this.residuals or this.variadic or view)
+    function: Any = (short_cuts[len(this.inputs)] if simple else general)(this)
+    this.function = function
+    function.op = this
     function.__name__ = this.name
     function.__doc__ = formula.__doc__ if not isinstance(formula, np.ufunc) else None
     parameters = {**dict.fromkeys(this.inputs, inspect.Parameter.empty), **this.defaults}
-    function.__signature__ = inspect.Signature([  # type: ignore[attr-defined]
+    function.__signature__ = inspect.Signature([
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
         for name, default in parameters.items()])
-    this.function = function
     if isinstance(formula, np.ufunc):
         numpy_to_op.setdefault(formula, function)
     if numpy is not None:
         numpy_to_op[numpy] = function
     return function
+
+
+# Most calls are of one or two tensors of the same dtype. They need none of what Op.apply does
+# first, which costs more than the arithmetic on a few numbers.
+
+
+def general(this: Op) -> Callable:
+    return lambda *args, **static: this.apply(args, static)
+
+def unary(this: Op) -> Callable:
+    def function(*args: Any, **static: Any) -> Any:
+        if len(args) == 1 and not static and isinstance(args[0], Tensor):
+            array = args[0]._array
+            if not this.floats or array.dtype.kind == "f":
+                return this.recorded(args, (array,), static, this.computed((array,), static))
+        return this.apply(args, static)
+
+    return function
+
+def binary(this: Op) -> Callable:
+    together = len(this.promoting) == 2
+
+    def function(*args: Any, **static: Any) -> Any:
+        if len(args) == 2 and not static and together and isinstance(args[0], Tensor):
+            y, a = args[1], args[0]._array
+            if isinstance(y, Tensor):
+                b = y._array
+                same = b.dtype is a.dtype
+            else:
+                b, same = y, type(y) is float  # which is weak: it takes the other's dtype
+            if same and (a.dtype.kind == "f" or b is not y and not this.floats):
+                return this.recorded(args, (a, b), static, this.computed((a, b), static))
+        return this.apply(args, static)
+
+    return function
+
+
+short_cuts: dict[int, Callable] = collections.defaultdict(lambda: general, {1: unary, 2: binary})
+
+
+def fused(plain: Callable, fast: Callable) -> Callable:
+    """A derivative that is `fast` on arrays (it may write into buffers of its own) and `plain` on
+    tensors, where its operations are to be recorded for higher derivatives."""
+
+    @functools.wraps(plain)
+    def derivative(g: Any, *args: Any) -> Any:
+        return (plain if isinstance(g, Tensor) else fast)(g, *args)
+
+    return derivative
 
 
 # -- dtypes ----------------------------------------------------------------------------------------
@@ -1193,7 +1272,7 @@ sqrt = op(np.sqrt, floats=True, x=lambda g, out: g / (out * 2))
 sin = op(np.sin, floats=True, x=lambda g, x: g * np.cos(x))
 cos = op(np.cos, floats=True, x=lambda g, x: -g * np.sin(x))
 tan = op(np.tan, floats=True, x=lambda g, out: g * (1 + out * out))
-tanh = op(np.tanh, floats=True, x=lambda g, out: g * (1 - out * out))
+tanh = op(np.tanh, floats=True, quiet=False, x=lambda g, out: g * (1 - out * out))
 neg = op(np.negative, x=lambda g: -g)
 _abs = op(np.absolute, x=lambda g, x: g * np.sign(x))  # sign(0) = 0: no NaN at the kink
 floor, ceil, trunc = (op(f, x=lambda g: np.zeros_like(g)) for f in (np.floor, np.ceil, np.trunc))

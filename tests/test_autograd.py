@@ -622,3 +622,42 @@ def test_deepcopy():
         other[0].weight += 1
     assert isinstance(other[0].weight, md.nn.Parameter)
     assert not md.equal(model[0].weight, other[0].weight)
+
+
+def test_one_rule_for_all_inputs():
+    """A joint rule is asked once for all inputs, told which are wanted, and differentiable."""
+    asked = []
+
+    def rule(g, needs, x, y):
+        asked.append(needs)
+        return (g * y if needs[0] else None, g * x if needs[1] else None)
+
+    @md.op(joint=rule)
+    def product(x, y):
+        return x * y
+
+    x = md.tensor([1.0, 2.0], dtype=md.float64, requires_grad=True)
+    y = md.tensor([3.0], dtype=md.float64, requires_grad=True)
+    product(x, y).sum().backward()
+    assert x.grad.tolist() == [3, 3] and y.grad.tolist() == [3] and asked == [(True, True)]
+    product(x, y.detach()).sum().backward()
+    assert asked[1:] == [(True, False)] and x.grad.tolist() == [6, 6]
+    assert md.autograd.gradcheck(product, (x, y)) and md.autograd.gradgradcheck(product, (x, y))
+
+
+def test_a_fused_rule_is_recorded_by_its_plain_form():
+    used = []
+
+    def plain(g, x):
+        used.append("plain")
+        return g * (x * 2)
+
+    def fast(g, x):
+        used.append("fast")
+        return np.multiply(g, x * 2, out=np.empty_like(x))
+
+    squared = md.op(x=md.fused(plain, fast))(lambda x: x * x)
+    x = md.tensor([1.0, 2.0], dtype=md.float64, requires_grad=True)
+    squared(x).sum().backward()
+    assert used == ["fast"] and x.grad.tolist() == [2, 4]
+    assert md.autograd.gradgradcheck(squared, (x,)) and "plain" in used
