@@ -526,18 +526,22 @@ def run_backward(
     pending: dict[Any, Any] = {}  # gradients so far: they live in this pass alone
     lent: set[Any] = set()  # whose pending array is somebody else's too: not to be written to
 
-    def add(edge: Any, part: Any, node: Any, own: bool) -> None:
-        """Part of the gradient of an edge, made by the derivative of a node."""
+    def add(node: Any, edge: Any, part: Any, gradient: Any = None) -> None:
+        """Add a part, which the node's derivative made of its gradient, to the edge's gradient."""
+        if edge is None or part is None:
+            return
         like = edge if edge.__class__ is Node else edge._array
         if part.shape != like.shape or part.dtype is not like.dtype:
-            part, own = fitted(part, like, node), False
+            part = fitted(part, like, node)
         if node is not None and node.where and np.isnan(to_array(part)).any():
             raise RuntimeError(f"{node.op.name} made the first NaN of this backward, in the "
                                f"gradient of its input {node.edges.index(edge)}. It was called "
                                f"here:\n{node.where}")
         if edge not in pending:
             pending[edge] = part
-            if not own:
+            # An array that owns its memory and is not the incoming gradient was made by the
+            # derivative (which by rule returns no saved value itself, and nothing twice).
+            if part is gradient or part.__class__ is not np.ndarray or part.base is not None:
                 lent.add(edge)
         elif edge in lent:
             pending[edge] = pending[edge] + part
@@ -553,8 +557,9 @@ def run_backward(
                 "backward on a tensor that was not computed from any that requires grad: "
                 "set requires_grad=True on the leaves, and do not compute under no_grad()"
             )
-        seed = first_gradient(output, gradient)
-        add(edge, seed if create_graph else seed._array, None, own=False)
+        seed: Any = first_gradient(output, gradient)
+        seed = seed if create_graph else seed._array
+        add(None, edge, seed, seed)
 
     order: list[Any] = topological_order(pending)
     targets = None if inputs is None else {edge_of(x): x for x in inputs}
@@ -579,19 +584,17 @@ def run_backward(
                     accumulate_grad(node, gradient, node not in lent and not node._hooks)
                 continue
             edges = node.edges
-            if wanted is not None and wanted.isdisjoint(edges):
-                continue  # no input lies behind it; what it saved stays for a later pass
+            if wanted is not None:
+                edges = [edge if edge in wanted else None for edge in edges]
+                if all(edge is None for edge in edges):
+                    continue  # no input lies behind it; what it saved stays for a later pass
             values = node.values(create_graph)
-            for i, derivative, needed in node.plan.steps:
-                if wanted is not None and i is not None and edges[i] not in wanted:
-                    continue
-                result = derivative(gradient, *[values[k] for k in needed])
-                for edge, part in ((edges[i], result),) if i is not None else zip(edges, result):
-                    if part is not None and (wanted is None or edge in wanted):
-                        # An array that owns its memory and is not the incoming gradient was made
-                        # by the derivative (which by rule returns no saved value itself).
-                        add(edge, part, node, part is not gradient and part.__class__ is np.ndarray
-                            and part.base is None)
+            for i, rule, needed in node.plan.steps:
+                if i is None:  # one for all inputs
+                    for edge, part in zip(edges, rule(gradient, *[values[k] for k in needed])):
+                        add(node, edge, part, gradient)
+                elif edges[i] is not None:
+                    add(node, edges[i], rule(gradient, *[values[k] for k in needed]), gradient)
             if not retain_graph:
                 node.saved = None
     finally:
@@ -927,7 +930,7 @@ class Op:
         self.promoting = tuple(
             i for i, n in enumerate(self.inputs) if n in derivatives or not derivatives
         )
-        self.plans: dict[tuple[bool, ...], Plan] = {}
+        self.plans: dict[int, Plan] = {}
         self.function: Callable = self.apply  # replaced by what users call (see op)
 
     def apply(self, args: tuple, static: dict[str, Any]) -> Any:
@@ -1004,9 +1007,20 @@ class Op:
             self.remember_view(inputs[0], static, result)
         if not _grad_enabled.get() or out.dtype.kind != "f":
             return result
-        edges = [edge_of(x) if isinstance(x, Tensor) else None for x in inputs]
-        mask = tuple([edge is not None for edge in edges])
-        plan = self.plans.get(mask) or self.plan(mask)
+        edges: list[Any] = []
+        mask = 0  # a bit for each input that wants a gradient
+        for x in inputs:
+            edge = None
+            if isinstance(x, Tensor):  # edge_of(x), for speed
+                edge = x._edge if x._view is None else refreshed(x)._edge
+                if edge is None and x._leaf:
+                    edge = x
+                if edge is not None:
+                    mask |= 1 << len(edges)
+            edges.append(edge)
+        plan = self.plans.get(mask)
+        if plan is None:
+            plan = self.plan(mask, len(edges))
         if not plan.steps:
             return result
         node = Node()
@@ -1040,25 +1054,23 @@ class Op:
         result._edge = node
         return result
 
-    def plan(self, mask: tuple[bool, ...]) -> Plan:
-        """What to save and which derivatives to run when these inputs want gradients."""
-        wanted = tuple(i for i, want in enumerate(mask) if want)
-        rules: list[tuple] = []
-        if self.joint is not None and wanted:
+    def plan(self, mask: int, count: int) -> Plan:
+        """What to save and which derivatives to run when these of `count` inputs want gradients."""
+        needs = tuple(bool(mask >> i & 1) for i in range(count))
+        rules: list[tuple] = [(i, self.derivatives.get(self.inputs[0 if self.variadic else i]))
+                              for i, want in enumerate(needs) if want]
+        if self.joint is not None and mask:
             rules = [(None, self.joint)]
-        elif self.joint is None:
-            rules = [(i, self.derivatives.get(self.inputs[0 if self.variadic else i]))
-                     for i in wanted]
         sources: dict[tuple, None] = {}  # an ordered set of (name, kind, key)
         steps = []
         for i, derivative in rules:
             if derivative is not None:
-                needed = [(n, *self.source(n, i, mask)) for n in names_of(derivative)[1:]]
+                needed = [(n, *self.source(n, i, needs)) for n in names_of(derivative)[1:]]
                 sources |= dict.fromkeys(needed)
                 steps.append((i, derivative, needed))
         for name, _, _ in (queue := list(sources)):  # grows: a residual's formula names more
             residual = self.residuals.get(name)
-            further = [(n, *self.source(n, None, mask)) for n in names_of(residual)] \
+            further = [(n, *self.source(n, None, needs)) for n in names_of(residual)] \
                 if residual is not None else []
             queue += [n for n in further if n not in sources]
             sources |= dict.fromkeys(further)
@@ -1069,7 +1081,7 @@ class Op:
                   for i, derivative, needed in steps))
         return self.plans[mask]
 
-    def source(self, name: str, i: int | None, mask: tuple[bool, ...]) -> tuple[str, Any]:
+    def source(self, name: str, i: int | None, needs: tuple[bool, ...]) -> tuple[str, Any]:
         """Where a derivative finds what it names."""
         if name == "out":
             return "out", None
@@ -1084,7 +1096,7 @@ class Op:
         if name.removesuffix("_shape") in self.inputs:
             return "shape", self.inputs.index(name.removesuffix("_shape"))
         if name in ("i", "needs"):  # the position of the input; which inputs want a gradient
-            return "constant", i if name == "i" else mask
+            return "constant", i if name == "i" else needs
         raise TypeError(f"a derivative of {self.name} names {name!r}, which the op does not have")
 
     def remember_view(self, x: Tensor, static: dict, result: Tensor) -> None:
@@ -1146,28 +1158,34 @@ def general(this: Op) -> Callable:
     return lambda *args, **static: this.apply(args, static)
 
 def unary(this: Op) -> Callable:
+    compute, quiet, floats = this.formula, this.quiet, this.floats
+
     def function(*args: Any, **static: Any) -> Any:
         if len(args) == 1 and not static and isinstance(args[0], Tensor):
             array = args[0]._array
-            if not this.floats or array.dtype.kind == "f":
-                return this.recorded(args, (array,), static, this.computed((array,), static))
+            if not floats or array.dtype.kind == "f":
+                out = this.computed((array,), static) if quiet else compute(array)
+                return this.recorded(args, (array,), static, out)
         return this.apply(args, static)
 
     return function
 
 def binary(this: Op) -> Callable:
-    together = len(this.promoting) == 2
+    compute, quiet, floats = this.formula, this.quiet, this.floats
+    if len(this.promoting) < 2:
+        return general(this)
 
     def function(*args: Any, **static: Any) -> Any:
-        if len(args) == 2 and not static and together and isinstance(args[0], Tensor):
-            y, a = args[1], args[0]._array
-            if isinstance(y, Tensor):
-                b = y._array
-                same = b.dtype is a.dtype
+        if len(args) == 2 and not static and isinstance(args[0], Tensor):
+            a, b = args[0]._array, args[1]
+            if isinstance(b, Tensor):
+                b = b._array
+                same = b.dtype is a.dtype and (not floats or a.dtype.kind == "f")
             else:
-                b, same = y, type(y) is float  # which is weak: it takes the other's dtype
-            if same and (a.dtype.kind == "f" or b is not y and not this.floats):
-                return this.recorded(args, (a, b), static, this.computed((a, b), static))
+                same = type(b) is float and a.dtype.kind == "f"  # a weak number
+            if same:
+                out = this.computed((a, b), static) if quiet else compute(a, b)
+                return this.recorded(args, (a, b), static, out)
         return this.apply(args, static)
 
     return function
@@ -2437,7 +2455,7 @@ for _name in (
     setattr(Tensor, _name + "_", in_place(METHODS[_name], _name + "_"))
 
 for _name, _function in {
-    "add": add, "sub": sub, "mul": mul, "truediv": true_divide, "floordiv": floor_divide,
+    "add": _add, "sub": _sub, "mul": mul, "truediv": true_divide, "floordiv": floor_divide,
     "mod": remainder, "pow": power, "matmul": matmul, "and": bitwise_and, "or": bitwise_or,
     "xor": bitwise_xor,
 }.items():
