@@ -231,7 +231,7 @@ def cnn(lib: Any) -> Any:
 def lstm(lib: Any) -> Any:
     nn = lib.nn
 
-    class Characters(nn.Module):
+    class Characters(nn.Module):  # type: ignore[name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.embedding = nn.Embedding(65, 128)
@@ -248,7 +248,7 @@ def transformer(lib: Any, width: int, heads: int, layers: int, causal: bool) -> 
     """A pre-norm transformer over (batch, time, width), as GPT-2 and vision transformers are."""
     nn, F = lib.nn, lib.nn.functional
 
-    class Block(nn.Module):
+    class Block(nn.Module):  # type: ignore[name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
@@ -270,7 +270,7 @@ def transformer(lib: Any, width: int, heads: int, layers: int, causal: bool) -> 
 def gpt(lib: Any) -> Any:
     nn = lib.nn
 
-    class GPT(nn.Module):
+    class GPT(nn.Module):  # type: ignore[name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.token, self.place = nn.Embedding(65, 128), nn.Embedding(128, 128)
@@ -288,7 +288,7 @@ def vit(lib: Any) -> Any:
     """ViT-tiny's width and heads, four layers deep, on 64 patches of 4 x 4."""
     nn = lib.nn
 
-    class ViT(nn.Module):
+    class ViT(nn.Module):  # type: ignore[name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.patches = nn.Conv2d(3, 192, 4, stride=4)

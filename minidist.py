@@ -89,6 +89,14 @@ class Storage:
     version = 0
     changed_by = ""  # the name of the last change, for the error message
     saved = False  # whether a derivative ever saved it
+    handles: Sequence[weakref.ref] = ()  # what numpy() gave away
+
+    def save(self) -> None:
+        """From now on a derivative relies on the elements: nobody may write past us."""
+        self.saved = True
+        for handle in self.handles:
+            if (array := handle()) is not None:
+                array.flags.writeable = False
 
 
 class Tensor:
@@ -184,18 +192,19 @@ class Tensor:
         return wrap(self._array, storage=self._storage)
 
     def numpy(self) -> np.ndarray:
-        """The array itself, shared and not copied; read-only once a derivative has saved it,
-        since backward could not notice what NumPy code changes."""
+        """The same memory as an array; read-only from when a derivative saves it, since backward
+        could not notice what NumPy code changes."""
         if self.requires_grad:
             raise RuntimeError(
                 "numpy() on a tensor that requires grad would leave the graph silently: "
                 "use .detach().numpy()"
             )
+        array = self._array.view()
         if self._storage.saved:
-            array = self._array.view()
             array.flags.writeable = False
-            return array
-        return self._array
+        alive = [handle for handle in self._storage.handles if handle() is not None]
+        self._storage.handles = [*alive, weakref.ref(array)]
+        return array
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.numpy(), dtype=dtype, copy=copy)
@@ -948,10 +957,15 @@ class Op:
         return self.recorded(inputs, arrays, static, out, extra)
 
     def computed(self, arrays: Sequence, static: dict[str, Any]) -> Any:
-        if not self.quiet:
-            return self.formula(*arrays, **static)
-        with np.errstate(all="ignore"):
-            return self.formula(*arrays, **static)
+        try:
+            if not self.quiet:
+                return self.formula(*arrays, **static)
+            with np.errstate(all="ignore"):
+                return self.formula(*arrays, **static)
+        except (ValueError, IndexError) as error:  # NumPy's: it knows neither op nor tensors
+            shapes = ", ".join(str(np.shape(a)) for a in arrays if a is not None)
+            kind = IndexError if isinstance(error, IndexError) else RuntimeError
+            raise kind(f"{self.name} of shapes {shapes}: {error}") from None
 
     def bind(self, args: tuple, static: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Split arguments into tensors and the rest, as PyTorch's signatures allow: the rest may
@@ -1035,12 +1049,13 @@ class Op:
                 if isinstance(x, Tensor) and array is x._array:
                     storage = x._storage
                     saved.append((array, edges[key], storage, storage.version))
-                    storage.saved = True
+                    if not storage.saved:
+                        storage.save()
                 else:  # a cast copy, which nobody else can change, a number, or None
                     saved.append((array, edges[key], None, 0))
             elif kind == "out":
                 saved.append((result._array, None, result._storage, 0))
-                result._storage.saved = True
+                result._storage.saved = True  # nobody has a handle yet
             elif kind == "residual":
                 saved.append((extra[key], None, None, 0))
             elif kind == "static":
@@ -1158,20 +1173,19 @@ def general(this: Op) -> Callable:
     return lambda *args, **static: this.apply(args, static)
 
 def unary(this: Op) -> Callable:
-    compute, quiet, floats = this.formula, this.quiet, this.floats
+    floats = this.floats
 
     def function(*args: Any, **static: Any) -> Any:
         if len(args) == 1 and not static and isinstance(args[0], Tensor):
             array = args[0]._array
             if not floats or array.dtype.kind == "f":
-                out = this.computed((array,), static) if quiet else compute(array)
-                return this.recorded(args, (array,), static, out)
+                return this.recorded(args, (array,), static, this.computed((array,), static))
         return this.apply(args, static)
 
     return function
 
 def binary(this: Op) -> Callable:
-    compute, quiet, floats = this.formula, this.quiet, this.floats
+    floats = this.floats
     if len(this.promoting) < 2:
         return general(this)
 
@@ -1184,8 +1198,7 @@ def binary(this: Op) -> Callable:
             else:
                 same = type(b) is float and a.dtype.kind == "f"  # a weak number
             if same:
-                out = this.computed((a, b), static) if quiet else compute(a, b)
-                return this.recorded(args, (a, b), static, out)
+                return this.recorded(args, (a, b), static, this.computed((a, b), static))
         return this.apply(args, static)
 
     return function
@@ -2097,7 +2110,7 @@ def sized(function: Callable) -> Callable:
 def reshape(self: Tensor, shape: tuple) -> Tensor:
     try:
         return _reshape(self, shape=shape)
-    except ValueError:
+    except RuntimeError:
         raise RuntimeError(f"cannot reshape {self.numel()} elements of shape {tuple(self.shape)} "
                            f"to {shape}") from None
 
