@@ -1,0 +1,127 @@
+"""Workers in Node.js, written from PROTOCOL.md alone, in one job with workers in Python."""
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+KEY = bytes(range(32)).hex()
+NODE = shutil.which("node") or "/usr/bin/node"
+if not os.path.exists(NODE):
+    if os.environ.get("CI"):
+        raise RuntimeError("node is missing: apt-get install nodejs (18 or newer)")
+    pytest.skip("node is missing", allow_module_level=True)
+
+PYTHON, SERVER = "python", "server"
+COMMANDS = {PYTHON: [sys.executable, str(HERE / "interop" / "worker.py")],
+            "node": [NODE, str(HERE / "interop" / "worker.mjs")],
+            SERVER: [sys.executable, str(HERE.parent / "minidist.py"), "serve"]}
+
+
+def free_port(transport):
+    kind = socket.SOCK_DGRAM if transport == "udp" else socket.SOCK_STREAM
+    with socket.socket(socket.AF_INET, kind) as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Job:
+    """Processes that form one job: names of COMMANDS, in the order of their nodes."""
+
+    def __init__(self, transport, *kinds, program=(), port=None, **settings):
+        workers = [kind for kind in kinds if kind != SERVER]
+        env = {**os.environ, "PYTHONPATH": str(HERE.parent), "MASTER_ADDR": "127.0.0.1",
+               "MASTER_PORT": str(port or free_port(transport)), "WORLD_SIZE": str(len(workers)),
+               "MINIDIST_SERVERS": str(len(kinds) - len(workers)), "MINIDIST_TRANSPORT": transport,
+               "MINIDIST_KEY": KEY, "MINIDIST_JOB": "interop", "MINIDIST_TIMEOUT": "60",
+               **{f"MINIDIST_{name.upper()}": str(value) for name, value in settings.items()}}
+        self.processes = []
+        for node, kind in enumerate(kinds):
+            own = ({"MINIDIST_ROLE": "server", "MINIDIST_NODE": str(node)} if kind == SERVER
+                   else {"RANK": str(node)})
+            self.processes.append(subprocess.Popen(
+                [*COMMANDS[kind], *map(str, program if kind != SERVER else ())],
+                env={**env, **own}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+    def results(self, patience=60):
+        """(exit code, what it printed, what it complained of) of each."""
+        found = []
+        for process in self.processes:
+            out, err = process.communicate(timeout=patience)
+            found.append((process.returncode, out, err))
+        return found
+
+
+def outputs(*arguments, **settings):
+    with Job(*arguments, **settings) as job:
+        results = job.results()
+    assert [code for code, _, _ in results] == [0] * len(results), results
+    return results
+
+
+both = pytest.mark.parametrize("transport", ["tcp", "udp"])
+
+
+@both
+@pytest.mark.parametrize("kinds", [("python", "node"), ("node", "python"),
+                                   ("python", "node", "node"),
+                                   ("node", "python", "node", "python", "node")], ids="-".join)
+def test_collectives_have_the_same_bits(transport, kinds):
+    results = outputs(transport, *kinds, program=["collectives"])
+    lines = [[line for line in out.splitlines() if not line.startswith("reduce_scatter")]
+             for _, out, _ in results]
+    assert len(lines[0]) > 150 and all(each == lines[0] for each in lines)
+
+
+@both
+@pytest.mark.parametrize("kinds", [("python", "node"), ("node", "python", "node")], ids="-".join)
+def test_synchronous_training_has_the_same_bits_after_every_step(transport, kinds):
+    results = outputs(transport, *kinds, program=["sync"])
+    assert len({out for _, out, _ in results}) == 1
+    assert len(set(results[0][1].splitlines())) == 4 * 5 + 1
+    assert last_loss(results) < 0.1
+
+
+@both
+@pytest.mark.parametrize("kinds", [("python", "node", SERVER), ("node", "python", SERVER, SERVER)],
+                         ids="-".join)
+def test_downpour_ends_with_the_same_parameters(transport, kinds):
+    results = outputs(transport, *kinds, program=["downpour", 4, 0.05])
+    ends = {out.splitlines()[-1] for _, out, _ in results[:2]}
+    assert len(ends) == 1 and "end" in ends.pop()
+    assert last_loss(results) < 0.15
+
+
+def last_loss(results):
+    (text,) = [err for _, _, err in results if err.startswith("loss")]
+    return float(text.split()[1])
+
+
+@pytest.mark.parametrize("kinds", [("python", "node"), ("node", "python")], ids="-".join)
+def test_a_mismatch_is_an_error_on_both(kinds):
+    with Job("tcp", *kinds, program=["mismatch"]) as job:
+        for code, _, err in job.results():
+            assert code and ("MISMATCH" in err or "every rank must make the same calls" in err), err
+
+
+@pytest.mark.parametrize("transport, victim", [("tcp", 0), ("tcp", 1), ("udp", 1)])
+def test_a_killed_worker_is_named_by_the_other(transport, victim):
+    with Job(transport, "python", "node", program=["wait"], heartbeat_timeout=2) as job:
+        for process in job.processes:
+            assert process.stdout.readline() == "ready\n"
+        job.processes[victim].kill()
+        code, _, err = job.results()[1 - victim]
+        assert code and re.search(f"(node|rank) {victim} (lost|is gone)", err), err
