@@ -515,6 +515,167 @@ def plot_training(rows: list[dict], axes: Callable[..., Any]) -> None:
 
 
 # ---------------------------------------------------------------------------
+# ops: single operations, from ten elements to a million
+# ---------------------------------------------------------------------------
+#
+# An operation is applied LINKS times in a row, h = op(h, y), and the gradients of x and y are
+# carried back: so the fixed cost of starting a backward pass counts little. On ten elements
+# the time is that of the framework, on a million that of the arithmetic and of the memory.
+# The floor below which neither can come is measured beside: NumPy's bare sum of two arrays,
+# or its bare product of two matrices, into memory that is there already.
+
+LINKS = 10
+
+
+@dataclass
+class Operation:
+    call: Callable[[Any, Any, Any], Any]      # of the library, h and y
+    streams: int = 0      # arrays read and written, forward and backward; 0: three products
+
+
+def unary(name: str) -> Callable[[Any, Any, Any], Any]:
+    return lambda lib, h, y: getattr(lib.nn.functional, name)(h)
+
+
+OPERATIONS = {
+    # A sum reads two arrays and writes one; backward it adds to the gradient of y.
+    "add": Operation(lambda lib, h, y: h + y, 6),
+    "mul": Operation(lambda lib, h, y: h * y, 12),
+    "div": Operation(lambda lib, h, y: h / y, 12),
+    "tanh": Operation(lambda lib, h, y: h.tanh(), 5),
+    "sigmoid": Operation(unary("sigmoid"), 5),
+    "relu": Operation(unary("relu"), 5),
+    "gelu": Operation(unary("gelu"), 5),
+    "softmax": Operation(lambda lib, h, y: h.softmax(-1), 5),
+    "layer_norm": Operation(lambda lib, h, y: lib.nn.functional.layer_norm(h, h.shape[-1:]), 5),
+    "matmul": Operation(lambda lib, h, y: h @ y),
+}
+ELEMENTS = {"10": 10, "1K": 2**10, "64K": 2**16, "1M": 2**20}
+
+
+def operands(name: str, elements: str) -> tuple[np.ndarray, np.ndarray]:
+    """x and y: rows of at most 1,024 elements, or square matrices of about as many."""
+    rng, n = np.random.default_rng(0), ELEMENTS[elements]
+    shape = (max(n // 1024, 1), min(n, 1024))
+    if name == "matmul":
+        shape = (round(n ** 0.5),) * 2
+        return (rng.standard_normal(shape, np.float32),
+                np.linalg.qr(rng.standard_normal(shape))[0].astype(np.float32))
+    return rng.standard_normal(shape, np.float32), rng.uniform(0.8, 1.25, shape).astype(np.float32)
+
+
+def ops_member(side: str, threads: str, name: str, elements: str) -> None:
+    arrays = operands(name, elements)
+    if side == "floor":
+        out, stage = np.empty_like(arrays[0]), np.matmul if name == "matmul" else np.add
+
+        def run(repeat: int) -> None:
+            for _ in range(LINKS * repeat):
+                stage(*arrays, out=out)
+
+        share = OPERATIONS[name].streams / 3 or 3
+    else:
+        lib = import_module(side)
+        lib.tune() if side == "minidist" else lib.set_num_threads(int(threads))
+        x, y = (lib.tensor(array, requires_grad=True) for array in arrays)
+        seed, call, share = lib.ones(x.shape), OPERATIONS[name].call, 1.0
+
+        def run(repeat: int) -> None:
+            for _ in range(repeat):
+                x.grad = y.grad = None
+                h = x
+                for _ in range(LINKS):
+                    h = call(lib, h, y)
+                h.backward(seed)
+
+    def rounds(repeat: int) -> float:
+        """Seconds that one link takes, forward and backward."""
+        start = time.perf_counter()
+        run(repeat)
+        return share * (time.perf_counter() - start) / (repeat * LINKS)
+
+    def gradients(path: str) -> None:
+        run(1)
+        with open(path, "wb") as file:
+            np.savez(file, *(t.grad.numpy() for t in (x, y) if t.grad is not None))
+
+    serve(0, rounds=rounds, gradients=gradients)
+
+
+def ops(options: argparse.Namespace) -> list[dict]:
+    need("torch", "bench", "the comparison with PyTorch")
+    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    rows = []
+    for threads in options.threads:
+        for elements in options.elements:
+            for name in options.ops:
+                row = ops_one(name, elements, threads, set(cpus[:threads]), options)
+                rows.append(row)
+                show_op(row, header=len(rows) == 1)
+            ratios = [r["ratio"]["median"] for r in rows
+                      if (r["elements"], r["threads"]) == (elements, threads)]
+            print(f"{'geometric mean':16}{elements:>6}{statistics.geometric_mean(ratios):>36.2f}")
+    return rows
+
+
+def ops_one(name: str, elements: str, threads: int, cpus: set[int],
+            options: argparse.Namespace) -> dict:
+    def starter(side: str) -> Callable[[], Crew]:
+        command = [sys.executable, *member("ops", side, threads, name, elements)]
+        return lambda: Crew(f"{side} {name}", command, threads=threads, cpus=cpus)
+
+    names = ("minidist", "torch", "floor")
+    with crews({side: starter(side) for side in names}) as sides, \
+            tempfile.TemporaryDirectory() as folder:
+        found = []
+        for side in names[:2]:
+            sides[side].ask("gradients", path=f"{folder}/{side}.npz")
+            with np.load(f"{folder}/{side}.npz") as file:
+                found.append(list(file.values()))
+        for ours, theirs in zip(*found):
+            if not np.allclose(ours, theirs, rtol=1e-3, atol=1e-4 * np.abs(theirs).max()):
+                raise BenchError(f"{name} of {elements}: nothing was timed, since the gradients "
+                                 f"differ by up to {np.abs(ours - theirs).max():.2g}")
+        first = max(sides[side].ask("rounds", repeat=2)[0] for side in names[:2])
+        repeat = max(1, round((0.002 if options.quick else 0.02) / (first * LINKS)))
+        times: dict[str, list[float]] = {side: [] for side in names}
+        for turn in range(-1, options.rounds or (3 if options.quick else 15)):
+            for side in names if turn % 2 else names[::-1]:
+                seconds = sides[side].ask("rounds", repeat=repeat)[0]
+                if turn >= 0:                             # round -1 warms up
+                    times[side].append(seconds)
+    return {"op": name, "elements": elements, "threads": threads,
+            **{side: spread(times[side]) for side in names}, "ratio": ratio(times, "torch"),
+            "minidist to floor": ratio(times, "floor"),
+            "torch to floor": spread([a / b for a, b in zip(times["torch"], times["floor"])])}
+
+
+def show_op(row: dict, header: bool) -> None:
+    if header:
+        print("one operation, forward and backward; to the floor: the time over that of the bare "
+              "arithmetic\n"
+              f"{'':16}{'elements':>6}{'minidist':>12}{'PyTorch':>12}{'ratio':>10}{'quartiles':>14}"
+              f"{'to the floor: ours, PyTorch':>30}")
+    print(f"{row['op']:16}{row['elements']:>6}{1e6 * row['minidist']['median']:>11,.1f}u"
+          f"{1e6 * row['torch']['median']:>11,.1f}u{row['ratio']['median']:>10.2f}"
+          f"{row['ratio']['low']:>7.2f} ..{row['ratio']['high']:5.2f}"
+          f"{row['minidist to floor']['median']:>20.1f}{row['torch to floor']['median']:>10.1f}",
+          flush=True)
+
+
+def plot_ops(rows: list[dict], axes: Callable[..., Any]) -> None:
+    names = list(dict.fromkeys(row["op"] for row in rows))
+    for axis, name in zip(axes(len(names)), names):
+        chosen = [row for row in rows
+                  if row["op"] == name and row["threads"] == rows[0]["threads"]]
+        for side, style in (("minidist", "o-"), ("torch", "s--"), ("floor", "k:")):
+            axis.plot([ELEMENTS[row["elements"]] for row in chosen],
+                      [1e6 * row[side]["median"] for row in chosen], style, label=side)
+        axis.set(title=name, xlabel="elements", ylabel="us", xscale="log", yscale="log")
+        axis.legend()
+
+
+# ---------------------------------------------------------------------------
 # allreduce: the sum of an array over all ranks, every transport against gloo
 # ---------------------------------------------------------------------------
 
@@ -677,6 +838,12 @@ COMMANDS = {
         "curves ever were apart.",
         {"models": (list(WORKLOADS), ["mlp", "lenet"]), "threads": ([1, 2], [1]),
          "best": (["tuned", "compiled"], ["tuned"])}),
+    "ops": Command(ops, plot_ops,
+        "Single operations forward and backward, by minidist and PyTorch eager, in turns, from ten "
+        "elements to a million. On the smallest the time is the framework's own, on the largest "
+        "the arithmetic's; `to the floor` says how far from bare arithmetic either is.",
+        {"ops": (list(OPERATIONS), ["mul", "tanh"]), "threads": ([1, 2], [1]),
+         "elements": (list(ELEMENTS), ["10", "1K"])}),
     "allreduce": Command(allreduce, plot_allreduce,
         "The sum of an array over all ranks, by each transport of minidist and by gloo, which "
         "torch.distributed uses on CPUs, in turns. All ranks are on this machine.",
@@ -684,7 +851,8 @@ COMMANDS = {
          "sizes": (list(SIZES), ["1KB", "64KB"])}),
 }
 
-MEMBERS: dict[str, Callable[..., None]] = {"train": train_member, "allreduce": allreduce_member}
+MEMBERS: dict[str, Callable[..., None]] = {
+    "train": train_member, "ops": ops_member, "allreduce": allreduce_member}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -39,6 +39,34 @@ def test_train(tmp_path):
             assert 0 < row[key]["low"] <= row[key]["median"] <= row[key]["high"]
 
 
+def test_ops(tmp_path):
+    rows, table = rows_of("ops", cwd=tmp_path)
+    assert [(row["op"], row["elements"]) for row in rows] == [
+        (name, elements) for elements in ("10", "1K") for name in ("mul", "tanh")]
+    assert table.count("geometric mean") == 2
+    for row in rows:
+        assert row["minidist to floor"]["median"] > 0 < row["torch to floor"]["median"]
+
+
+def test_wrong_gradients_are_not_timed(monkeypatch):
+    class Side:
+        def __init__(self, gradient):
+            self.gradient = gradient
+
+        def ask(self, question, path, **_):
+            assert question == "gradients"
+            with open(path, "wb") as file:
+                np.savez(file, self.gradient)
+
+        def end(self):
+            pass
+
+    sides = iter([Side(np.ones(3)), Side(np.full(3, 1.01)), Side(None)])
+    monkeypatch.setattr(bench, "Crew", lambda *_, **__: next(sides))
+    with pytest.raises(bench.BenchError, match="mul of 10: nothing was timed"):
+        bench.ops_one("mul", "10", 1, set(), bench.parse(["ops", "--quick"]))
+
+
 def test_allreduce(tmp_path):
     rows, table = rows_of("allreduce", cwd=tmp_path)
     names = ["gloo", "pipe", "tcp", "udp"]
