@@ -125,10 +125,10 @@ class Tensor:
             self._array = np.zeros(data, np.float32)
         self._storage = Storage()
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(missing("Tensor", name, dict(vars(Tensor))))
+
     if TYPE_CHECKING:  # methods arrive with the ops of section 2
-
-        def __getattr__(self, name: str) -> Any: ...
-
         _any: Any = None
         __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _any
         __rtruediv__ = __floordiv__ = __mod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _any
@@ -350,6 +350,8 @@ class Tensor:
     @property
     def device(self) -> device:
         return device("cpu")
+
+    is_cuda = False
 
 
 def dtype_in(*args: Any, dtype: Any = None, device: Any = "cpu", **ignored: Any) -> Any:
@@ -2213,6 +2215,15 @@ def meshgrid(*tensors: Any, indexing: str = "ij") -> tuple[Tensor, ...]:
     return tuple(v.reshape([-1 if k == i else 1 for k in order]).expand(shape)
                  for i, v in enumerate(vectors))
 
+def slices(self: Tensor, dimension: int, size: int, step: int) -> Tensor:
+    """x.unfold(): the slices of this size, each `step` after the last; their elements come
+    last."""
+    dim = axes_of(dimension, self.ndim)[0]
+    if size > self.shape[dim]:
+        raise RuntimeError(f"slices of {size} from a dimension of size {self.shape[dim]}")
+    found = windows(transpose(self, dim, -1), kernel=(size,), stride=(step,), dilation=(1,))
+    return transpose(found, dim, -2)
+
 def split(self: Tensor, split_size_or_sections: Any, dim: int = 0) -> tuple[Tensor, ...]:
     total, parts = self.shape[dim], split_size_or_sections
     if isinstance(parts, int):
@@ -2496,7 +2507,10 @@ for _name, _value in {  # what exists as methods only
     "is_contiguous": lambda self: self._array.flags.c_contiguous,
     "contiguous": lambda self: self if self._array.flags.c_contiguous else self.clone(),
     "size": lambda self, dim=None: self.shape if dim is None else self._array.shape[dim],
-    "cpu": lambda self: self,
+    "cpu": lambda self: self, "pin_memory": lambda self: self, "unfold": slices,
+    "cuda": lambda self, device="cuda": self.to(device),
+    "type": lambda self, dtype=None: self.to(dtype) if dtype else f"minidist.{self.dtype}",
+    "stride": lambda self: tuple(n // self._array.itemsize for n in self._array.strides),
     "fill_": lambda self, value: write(self, as_tensor(value, dtype=self.dtype), "fill_"),
     "copy_": lambda self, source, non_blocking=False: write(self, as_tensor(source), "copy_"),
     "zero_": lambda self: self.fill_(0),
@@ -2801,7 +2815,7 @@ class Normal:
 
     def rsample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         shape = np.broadcast_shapes(self.loc.shape, self.scale.shape)
-        return self.loc + self.scale * randn(*sample_shape, *shape, dtype=self.scale.dtype)
+        return self.loc + self.scale * randn((*sample_shape, *shape), dtype=self.scale.dtype)
 
     def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         with no_grad():

@@ -408,3 +408,17 @@ def test_schedules_refuse():
     adam = md.optim.Adam([md.ones(1)], 0.1)
     schedules.OneCycleLR(adam, 0.1, 10)
     assert math.isclose(adam.param_groups[0]["betas"][0], 0.95)
+
+
+def test_a_missing_method_names_the_nearest():
+    with pytest.raises(AttributeError, match="Tensor has no 'cumprod'; the nearest is 'prod'"):
+        md.ones(2).cumprod(0)
+    assert not hasattr(md.ones(2), "names")
+
+
+def test_programs_ask_where_a_tensor_is():
+    x = md.ones(2, 3)
+    assert not x.is_cuda and x.pin_memory() is x.cpu() is x and x.stride() == (3, 1)
+    assert x.type(md.int64).dtype == md.int64
+    with pytest.raises(RuntimeError, match="'cuda' is not available"):
+        x.cuda()

@@ -240,6 +240,7 @@ for dim in (0, 1, -1):
         case("chunk", lambda m, x, k=size, d=dim: m.chunk(x, k, d), S)
     case("unbind", lambda m, x, d=dim: x.unbind(d), S)
     case("narrow", lambda m, x, d=dim: (x.narrow(d, 1, 2), x.narrow(d, -2, 1)), S)
+    case("Tensor.unfold", lambda m, x, d=dim: (x.unfold(d, 2, 1), x.unfold(d, 1, 2)), S)
     case("select", lambda m, x, d=dim: x.select(d, -1), S)
     case("index_select", lambda m, x, i, d=dim: x.index_select(d, i), S, integers(5, high=3))
     case("gather", lambda m, x, i, d=dim: x.gather(d, i), S, integers(2, 3, high=3))
@@ -855,6 +856,7 @@ def test_errors_say_what_to_do():
         (lambda: x.sum(2), "out of range"), (lambda: x.sum((0, 0)), "twice"),
         (lambda: md.tensor([1, 2]).mean(), "float"), (lambda: x.to("cuda"), "not available"),
         (lambda: x.narrow(1, 2, 2), "2 to 4 of a dimension of size 3"),
+        (lambda: x.unfold(1, 4, 1), "slices of 4 from a dimension of size 3"),
         (lambda: md.cat([]), "at least one"), (lambda: x.split([1, 2, 3]), "add up"),
         (lambda: md.dot(x, x), "vectors"), (lambda: md.topk(x, 9), "topk"),
         (lambda: md.div(x, x, rounding_mode="up"), "rounding_mode"),
