@@ -5,6 +5,7 @@ Tests of the case list carry its row in their name; RULES at the end says which
 test covers which rule of PROTOCOL.md.
 """
 import json
+import os
 import re
 import struct
 import tracemalloc
@@ -17,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vectors
-from minidist_transports import Config, ProtocolError
+from minidist_transports import Config, ProtocolError, packets
 from minidist_transports import protocol as p
+from minidist_transports.reliability import Endpoint
 
 ROOT = Path(__file__).parent.parent
 KEY = bytes(range(32))
@@ -372,6 +374,41 @@ def test_fields_that_do_not_fit_say_what_the_fields_are():
         p.Outgoing(p.OPAQUE, (1,), [np.zeros((4, 4))[:, 1]], 0)
 
 
+def udp_listener(v, opened):
+    """An endpoint with the ids and nonces of the vectors, open to a dialler or not."""
+    named = [bytes.fromhex(v[name]) for name in (
+        "incarnation", "connection_id", "listener_nonce")]
+    given = iter([bytes(32), *named])
+    endpoint = Endpoint(KEY, random=lambda size: next(given, None) or os.urandom(size))
+    if opened:
+        (retry,) = udp_answers(endpoint, vectors.udp_init())
+        udp_answers(endpoint, vectors.udp_init(cookie=retry[16:40]))
+        assert not endpoint.accepted
+        ack, *_ = udp_answers(endpoint, vectors.datagram(0xD6, 0, b""))
+        assert endpoint.accepted and ack[0] == 0xD4
+    return endpoint
+
+
+def udp_answers(endpoint, data):
+    endpoint.receive(memoryview(data), ("10.0.0.1", 1), 1.0)
+    return [each for train in endpoint.trains(1.0) for each in train.datagrams]
+
+
+@pytest.mark.parametrize("case", load("udp_negative")["cases"], ids=lambda c: c["about"])
+def test_udp_negative_vectors(case):
+    endpoint = udp_listener(load("udp_negative"), case["state"] == "open")
+    answers = udp_answers(endpoint, bytes.fromhex(case["datagram"]))
+    if case["result"] == "dropped":
+        assert not answers and endpoint.stats["dropped"] + endpoint.stats["duplicates"] == 1
+        assert all(each.state == "open" for each in endpoint.connections.values())
+        return
+    (answer,) = answers
+    what, *code = case["result"].split()
+    assert answer[0] == {"RETRY": 0xD1, "CLOSE": 0xD7}[what]
+    if code:
+        assert answer[16:18] == getattr(packets, *code).to_bytes(2, "big")
+
+
 # ---- frames of a message -------------------------------------------------------------------
 
 def test_P11_control_frames_between_the_frames_of_a_message():
@@ -620,7 +657,8 @@ RULES = {
     "3-1": (HERE, "test_P6_transcripts_in_pieces_of_any_size"),
     "3-2": (THERE, "test_D1_kill_9_is_seen_by_all_at_once"),
     "3-3": (THERE, "test_a_send_given_up_half_way_ends_the_connection"),
-    "3-4": (THERE, "test_listening_beyond_loopback_needs_a_key"),
+    "3-4": (THERE, "test_P10_mutual_sends_never_deadlock"),
+    "3-5": (THERE, "test_listening_beyond_loopback_needs_a_key"),
     "4.1-1": (HERE, "test_negative_vectors"),
     "4.1-2": (HERE, "test_P3_lengths_cost_no_memory_before_they_are_checked"),
     "4.1-3": (HERE, "test_negative_vectors"),
@@ -642,6 +680,7 @@ RULES = {
     "9.2-2": (HERE, "test_P6_transcripts_in_pieces_of_any_size"),
     "9.2-3": (THERE, "test_all_nodes_dial_each_other_at_once_and_nobody_hears_of_it"),
     "9.2-4": (THERE, "test_D6_the_missing_are_named"),
+    "9.2-5": (THERE, "test_P27_the_same_rank_twice_is_refused"),
     "9.3-1": (THERE, "test_D4_wrong_length_is_an_error_on_both_sides"),
     "9.3-2": (HERE, "test_reductions_have_the_bits_of_the_document"),
     "9.3-3": (HERE, "test_reductions_have_the_bits_of_the_document"),
@@ -653,6 +692,8 @@ RULES = {
     "9.8-3": ("test_synchronous.py", "test_D13_gradients_are_weighted_by_samples"),
     "9.8-4": ("test_synchronous.py",
               "test_D2_an_extra_step_on_one_rank_is_an_error_not_a_wrong_sum"),
+    "9.8-5": ("test_interop.py",
+              "test_synchronous_training_has_the_same_bits_after_every_step"),
     "9.5-1": (HERE, "test_P8_silence_is_pinged_and_then_it_is_death"),
     "9.5-2": (HERE, "test_P26_any_byte_is_life_and_our_own_sleep_is_not_its_death"),
     "9.5-3": (THERE, "test_D1_P8_a_stopped_node_is_lost_after_heartbeat_timeout"),
@@ -668,6 +709,10 @@ def test_every_rule_of_the_document_has_a_test():
     ids = [rule for rule in re.findall(r"^- \[MDP-([\d.]+-\d+)\]", document, re.M)
            if not rule.startswith("10")]
     assert sorted(set(ids)) == sorted(ids) and set(ids) == set(RULES)
+    # And nothing is demanded outside of rules, but by the tables' words.
+    for paragraph in re.split(r"\n\n|\n(?=- )", document):
+        if re.search(r"\bMUST\b", paragraph) and not paragraph.startswith("- [MDP-"):
+            assert paragraph.startswith("MUST, MUST NOT, SHOULD and MAY are"), paragraph
     for rule, (name, test) in RULES.items():
         source = (ROOT / "tests" / name).read_text()
         assert f"def {test}(" in source, f"MDP-{rule} names {test}"

@@ -382,10 +382,119 @@ def negative():
             "cases": rows}
 
 
+# ---- datagrams -------------------------------------------------------------------------
+
+LISTENER, DIALLER_NONCE, LISTENER_NONCE = b"QRSTUVWX", b"\xc0" * 32, b"\x50" * 32
+OWN_INCARNATION, HELLO = b"\x99" * 8, b"\xc1" * 8 + b"\xaa" * 8 + DIALLER_NONCE + struct.pack(
+    ">Q", 1 << 22)
+
+
+def datagram(kind, number, body, to=LISTENER, *, version=1, way="c2s", key=KEY):
+    label = b"minidist udp handshake"
+    if way:
+        label = b"minidist udp " + way.encode() + DIALLER_NONCE + LISTENER_NONCE
+    data = bytes([kind, version]) + number.to_bytes(6, "big") + to + body
+    return data + hmac.new(hmac.new(key, label, "sha256").digest(), data, "sha256").digest()[:16]
+
+
+def udp_init(hello=HELLO, cookie=bytes(24), size=1200, **rest):
+    return datagram(0xD0, 0, (hello + cookie).ljust(size - 32, b"\0"), bytes(8), way="", **rest)
+
+
+def feedback(*ranges, count=None, credit=1 << 22):
+    return struct.pack(">QII", credit, 0, len(ranges) if count is None else count) + b"".join(
+        struct.pack(">QQ", *pair) for pair in ranges)
+
+
+def udp_negative():
+    """What arrives, and what must come of it: dropped, a RETRY, or a CLOSE with a code."""
+    stream, ack, grant, ping, close = 0xD3, 0xD4, 0xD5, 0xD6, 0xD7
+    good = datagram(stream, 5, bytes(8) + b"hello")
+    offset = struct.Struct(">Q").pack
+    cases = [
+        ("listening", "an INIT without a cookie", "RETRY", udp_init()),
+        ("listening", "a cookie that is not ours", "RETRY", udp_init(cookie=b"\1" * 24)),
+        ("listening", "an INIT of 1199 bytes", "dropped", udp_init(size=1199)),
+        ("listening", "an INIT of 1201 bytes", "dropped", udp_init(size=1201)),
+        ("listening", "an INIT with another key", "dropped", udp_init(key=bytes(32))),
+        ("listening", "an INIT of version 2", "CLOSE VERSION", udp_init(version=2)),
+        ("listening", "our own incarnation: reflected", "dropped",
+         udp_init(HELLO[:8] + OWN_INCARNATION + HELLO[16:])),
+        ("listening", "connection id 0", "dropped", udp_init(bytes(8) + HELLO[8:])),
+        ("listening", "a packet of an earlier life", "dropped", good),
+        ("listening", "an ACCEPT", "dropped", datagram(0xD2, 0, HELLO, way="s2c")),
+        ("open", "shorter than head and tag", "dropped", good[:31]),
+        ("open", "a damaged tag", "dropped", good[:-1] + bytes([good[-1] ^ 1])),
+        ("open", "a damaged body", "dropped", good[:20] + b"x" + good[21:]),
+        ("open", "the listener's own packet, reflected", "dropped",
+         datagram(stream, 5, bytes(8) + b"hello", way="s2c")),
+        ("open", "made with the handshake key", "dropped",
+         datagram(stream, 5, bytes(8) + b"hello", way="")),
+        ("open", "another connection's id", "dropped", datagram(ping, 5, b"", b"\1" * 8)),
+        ("open", "version 2", "dropped", datagram(ping, 5, b"", version=2)),
+        ("open", "packet 0 again", "dropped", datagram(ping, 0, b"")),
+        ("open", "an unknown kind", "CLOSE MALFORMED", datagram(0xD8, 5, b"")),
+        ("open", "STREAM without bytes", "CLOSE MALFORMED", datagram(stream, 5, bytes(8))),
+        ("open", "STREAM without an offset", "CLOSE MALFORMED", datagram(stream, 5, bytes(7))),
+        ("open", "STREAM beyond the credit", "CLOSE FLOW",
+         datagram(stream, 5, offset(1 << 22) + b"x")),
+        ("open", "STREAM at the end of all numbers", "CLOSE FLOW",
+         datagram(stream, 5, offset((1 << 64) - 1) + b"x")),
+        ("open", "feedback cut short", "CLOSE MALFORMED", datagram(ack, 5, bytes(15))),
+        ("open", "no range", "CLOSE MALFORMED", datagram(ack, 5, feedback())),
+        ("open", "a range less than promised", "CLOSE MALFORMED",
+         datagram(ack, 5, feedback((0, 0), count=2))),
+        ("open", "2^32 - 1 ranges promised", "CLOSE MALFORMED",
+         datagram(grant, 5, feedback((0, 0), count=(1 << 32) - 1))),
+        ("open", "a range that runs backwards", "CLOSE MALFORMED",
+         datagram(ack, 5, feedback((1, 0)))),
+        ("open", "ranges that touch", "CLOSE MALFORMED",
+         datagram(ack, 5, feedback((1, 1), (0, 0)))),
+        ("open", "oldest first", "CLOSE MALFORMED", datagram(ack, 5, feedback((0, 0), (2, 2)))),
+        ("open", "a number of 2^47", "CLOSE MALFORMED",
+         datagram(ack, 5, feedback((1 << 47, 1 << 47)))),
+        ("open", "a packet that was never sent", "CLOSE MALFORMED",
+         datagram(ack, 5, feedback((0, 1000)))),
+        ("open", "CLOSE without a code", "CLOSE MALFORMED", datagram(close, 5, b"\0")),
+        ("open", "CLOSE with 201 bytes of text", "CLOSE MALFORMED",
+         datagram(close, 5, bytes(203))),
+    ]
+    return {"about": "Datagrams that come to a listener (section 10.12), and what comes of them.",
+            "key": KEY.hex(), "incarnation": OWN_INCARNATION.hex(), "hello": HELLO.hex(),
+            "connection_id": LISTENER.hex(), "dialler_nonce": DIALLER_NONCE.hex(),
+            "listener_nonce": LISTENER_NONCE.hex(),
+            "cases": [{"state": state, "about": about, "result": result, "datagram": data.hex()}
+                      for state, about, result, data in cases]}
+
+
 # ---- files and document --------------------------------------------------------------
 
 FILES = {"greeting": greetings, "messages": messages, "transcripts": transcripts,
-         "tensors": tensors, "arithmetic": arithmetic, "negative": negative}
+         "tensors": tensors, "arithmetic": arithmetic, "negative": negative,
+         "udp_negative": udp_negative}
+# (udp.json is written by hand: traces of the formulas of section 10.6.)
+
+ROLES = [
+    ("PROOF", "both, with a key", "proving", "dialer: PROOF, JOIN", "no"),
+    ("JOIN", "dialer", "joining", "WELCOME", "no"),
+    ("WELCOME", "acceptor", "deciding", "", "no"),
+    ("ROSTER", "node 0", "open, when all have joined", "", "no"),
+    ("PING", "both", "open", "PONG", "yes"),
+    ("PONG", "both", "open, after a PING", "", "yes"),
+    ("DEPARTED", "both", "open", "", "no"),
+    ("GOODBYE", "both", "open, as the last", "GOODBYE", "no"),
+    ("ERROR", "both", "behind the greeting, as the last", "", "no"),
+    ("COLLECTIVE", "worker", "open, in a collective", "", "no"),
+    ("TENSOR", "worker", "open", "", "no"),
+    ("INIT", "worker 0, to a server", "open", "none, or REFUSED", "yes: the first counts"),
+    ("PUSH", "worker, to a server", "open, no other PUSH unanswered", "APPLIED or REFUSED",
+     "yes: push_id"),
+    ("APPLIED", "server", "open, after a PUSH", "", "with its PUSH"),
+    ("PULL", "worker, to a server", "open", "STATE or REFUSED", "yes"),
+    ("STATE", "server", "open, after a PULL", "", "with its PULL"),
+    ("REFUSED", "server", "open, after a message to it", "", "with its message"),
+    ("OPAQUE", "anyone", "open", "", "the application's affair"),
+]
 
 
 def wrapped(data, width=64):
@@ -400,6 +509,23 @@ def blocks():
     made = {"kinds": "| kind | name | fields |\n|---|---|---|\n" + "\n".join(
         f"| {kind} | {m.name} | " + (" ".join(f"`{n}:{t}`" for n, t in zip(m.names, m.types))
                                      or "none") + " |" for kind, m in p.MESSAGES.items())}
+    made["roles"] = ("| message | from | when | answer | again? |\n|---|---|---|---|---|\n"
+                     + "\n".join(f"| {' | '.join(row)} |" for row in ROLES))
+    u = json.loads((FOLDER / "udp.json").read_text())
+    made["udp"] = (
+        "`rtt`, in ms:\n\n| sample | delay | smoothed | variation | PTO(0) |\n"
+        "|---|---|---|---|---|\n"
+        + "\n".join("| {sample_ms} | {ack_delay_ms} | {smoothed_ms:.6g} | {variation_ms:.6g} | "
+                    "{pto_ms:.6g} |".format(**row) for row in u["rtt"]["series"])
+        + f"\n\n`loss`, {u['loss']['about']}\nLosses are those of the event.\n\n"
+        "| at, ms | event | lost | loss timer, ms |\n|---|---|---|---|\n" + "\n".join(
+            "| {} | {} | {} | {} |".format(
+                row["at_ms"], f"send {row['send']}" if "send" in row else
+                "acknowledged {}..{}".format(*row["ack"]) if "ack" in row else "timer",
+                row["lost"], "-" if row["timer_ms"] is None else row["timer_ms"])
+            for row in u["loss"]["events"]))
+    made["udp_negative"] = "| state | datagram | result |\n|---|---|---|\n" + "\n".join(
+        "| {state} | {about} | {result} |".format(**case) for case in udp_negative()["cases"])
     made["errors"] = ("| code | name | scope | retry? | meaning |\n|---|---|---|---|---|\n"
                       + "\n".join(f"| {code} | {e.name} | {e.scope} | "
                                   f"{'yes' if e.retriable else 'no'} | {e.meaning} |"

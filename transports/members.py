@@ -138,9 +138,13 @@ class Members(Links):
             raise broken("UNEXPECTED", f"{protocol.describe(kind, fields)} from node {link.peer}")
         elif kind == protocol.ROSTER:
             for member in protocol.unpack_roster(fields[0], message.payload):
-                if member.node != self.node:
-                    link = self.links[member.node]
-                    link.address, link.incarnation = member.address, member.incarnation
+                if member.node == self.node:
+                    continue
+                if member.node not in self.links:
+                    raise broken("WRONG_NODE", f"a roster with node {member.node} in a job of "
+                                               f"{self.size} nodes")
+                link = self.links[member.node]
+                link.address, link.incarnation = member.address, member.incarnation
             self.ready = True
 
     def _decide(self, conn: Connection, node: int, role: int, incarnation: int,
