@@ -433,16 +433,15 @@ def name_of(edge: Node | Tensor) -> str:
 class Node:
     """One recorded operation."""
 
-    __slots__ = ("op", "plan", "number", "edges", "saved", "shape", "dtype", "_hooks", "where",
-                 "__weakref__")
+    __slots__ = ("op", "plan", "number", "edges", "saved", "guards", "shape", "dtype", "_hooks",
+                 "where", "__weakref__")
 
     op: Op
     plan: Plan  # what is saved, and which derivatives run
     number: int  # nodes are numbered as they are made
     edges: Sequence  # for each input: its Node, its leaf Tensor, or None where no gradient goes
-    # For each name of the plan (value, edge, storage, version); of what is not a tensor the
-    # version is None. The whole is None once consumed.
-    saved: list | None
+    saved: list | None  # the values that the plan names; None once consumed
+    guards: list[tuple]  # for each that is a tensor's (which, edge, storage, version)
     shape: tuple[int, ...]  # of the output
     dtype: np.dtype
     _hooks: dict[int, Callable] | None
@@ -458,23 +457,26 @@ class Node:
                 f"backward went through {self.op.name} a second time, but its saved values were "
                 "freed by the first: call backward(retain_graph=True) the first time"
             )
-        names, values = self.plan.names, []
-        for name, (value, edge, storage, version) in zip(names, self.saved):
+        names = self.plan.names
+        for k, _, storage, version in self.guards:
             if storage is not None and storage.version != version:
+                what = "result" if names[k] == "out" else f"input {names[k]}"
                 raise RuntimeError(
-                    f"{self.op.name} saved its {'result' if name == 'out' else 'input ' + name} "
-                    f"(shape {value.shape}) for backward at version {version}, but it was changed "
-                    f"in place by {storage.changed_by} and is at version {storage.version}: "
-                    "change a .clone(), or use the form of the change that makes a new tensor"
+                    f"{self.op.name} saved its {what} (shape {self.saved[k].shape}) for backward "
+                    f"at version {version}, but it was changed in place by {storage.changed_by} "
+                    f"and is at version {storage.version}: change a .clone(), or use the form of "
+                    "the change that makes a new tensor"
                 )
-            if as_tensors and version is not None and isinstance(value, np.ndarray):
-                value = tensor_at(value, self if name == "out" else edge)
-            values.append(value)
-        if as_tensors:  # a residual's formula gives it a place in the graph (see Op)
-            for k, name in enumerate(names):
-                residual = self.op.residuals.get(name)
-                if residual is not None:
-                    values[k] = residual(*[values[names.index(n)] for n in names_of(residual)])
+        if not as_tensors:
+            return self.saved
+        values = list(self.saved)
+        for k, edge, _, _ in self.guards:
+            if isinstance(values[k], np.ndarray):
+                values[k] = tensor_at(values[k], self if names[k] == "out" else edge)
+        for k, name in enumerate(names):  # a residual's formula gives it a place in the graph
+            residual = self.op.residuals.get(name)
+            if residual is not None:
+                values[k] = residual(*[values[names.index(n)] for n in names_of(residual)])
         return values
 
 
@@ -603,12 +605,12 @@ def run_backward(
                 if all(edge is None for edge in edges):
                     continue  # no input lies behind it; what it saved stays for a later pass
             values = node.values(create_graph)
-            for i, rule, needed in node.plan.steps:
+            for i, rule, start, stop in node.plan.steps:
                 if i is None:  # one for all inputs
-                    for edge, part in zip(edges, rule(gradient, *[values[k] for k in needed])):
+                    for edge, part in zip(edges, rule(gradient, *values[start:stop])):
                         add(node, edge, part, gradient)
                 elif edges[i] is not None:
-                    add(node, edges[i], rule(gradient, *[values[k] for k in needed]), gradient)
+                    add(node, edges[i], rule(gradient, *values[start:stop]), gradient)
             if not retain_graph:
                 node.saved = None
     finally:
@@ -912,7 +914,7 @@ class Plan(NamedTuple):
 
     names: tuple[str, ...]  # of the values that its derivatives need
     sources: tuple[tuple, ...]  # where each is found: see Op.source
-    steps: tuple[tuple, ...]  # (input or None for all, derivative, which of the values it takes)
+    steps: tuple[tuple, ...]  # (input or None for all, derivative, its first value, and its last)
 
 
 class Op:
@@ -924,9 +926,9 @@ class Op:
 
     def __init__(self, formula: Callable, derivatives: dict[str, Callable],
                  residuals: dict[str, Callable | None], view: bool = False, floats: bool = False,
-                 quiet: bool = False, joint: Callable | None = None) -> None:
+                 joint: Callable | None = None) -> None:
         self.formula, self.residuals, self.view, self.floats = formula, residuals, view, floats
-        self.quiet, self.joint = quiet, joint
+        self.joint = joint
         self.name = getattr(formula, "__name__", "op").strip("_")
         if isinstance(formula, np.ufunc):
             self.inputs: tuple[str, ...] = ("x", "y")[: formula.nin]
@@ -956,21 +958,19 @@ class Op:
             out = self.formula(*inputs, **static)
             return out[0] if self.residuals else out
         arrays = self.arrays(inputs)
-        out, extra = self.computed(arrays, static), ()
+        try:
+            out, extra = self.formula(*arrays, **static), ()
+        except (ValueError, IndexError) as error:
+            raise self.failure(error, arrays) from None
         if self.residuals:
             out, *extra = out
         return self.recorded(inputs, arrays, static, out, extra)
 
-    def computed(self, arrays: Sequence, static: dict[str, Any]) -> Any:
-        try:
-            if not self.quiet:
-                return self.formula(*arrays, **static)
-            with np.errstate(all="ignore"):
-                return self.formula(*arrays, **static)
-        except (ValueError, IndexError) as error:  # NumPy's: it knows neither op nor tensors
-            shapes = ", ".join(str(np.shape(a)) for a in arrays if a is not None)
-            kind = IndexError if isinstance(error, IndexError) else RuntimeError
-            raise kind(f"{self.name} of shapes {shapes}: {error}") from None
+    def failure(self, error: Exception, arrays: Sequence) -> Exception:
+        """NumPy's error, which knows neither the op nor the tensors, with both."""
+        shapes = ", ".join(str(np.shape(a)) for a in arrays if a is not None)
+        kind = IndexError if isinstance(error, IndexError) else RuntimeError
+        return kind(f"{self.name} of shapes {shapes}: {error}")
 
     def bind(self, args: tuple, static: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Split arguments into tensors and the rest, as PyTorch's signatures allow: the rest may
@@ -1046,31 +1046,35 @@ class Op:
         node.op, node.plan, node.number, node.edges = self, plan, next(Node.numbers), edges
         node.shape, node.dtype, node._hooks = out.shape, out.dtype, None
         node.where = called_from() if _anomaly.get() else ""
-        saved: list[tuple] = []
-        node.saved = saved
+        saved: list[Any] = []
+        guards: list[tuple] = []
+        node.saved, node.guards = saved, guards
         for kind, key in plan.sources:
             if kind == "input":
-                x, array = inputs[key], arrays[key]
-                if isinstance(x, Tensor) and array is x._array:
+                x, value = inputs[key], arrays[key]
+                if isinstance(x, Tensor) and value is x._array:
                     storage = x._storage
-                    saved.append((array, edges[key], storage, storage.version))
                     if not storage.saved:
                         storage.save()
+                    guards.append((len(saved), edges[key], storage, storage.version))
                 else:  # a cast copy, which nobody else can change, a number, or None
-                    saved.append((array, edges[key], None, 0))
+                    guards.append((len(saved), edges[key], None, 0))
             elif kind == "out":
-                saved.append((result._array, None, result._storage, 0))
+                value = result._array
                 result._storage.saved = True  # nobody has a handle yet
+                guards.append((len(saved), None, result._storage, 0))
             elif kind == "residual":
-                saved.append((extra[key], None, None, 0))
+                value = extra[key]
+                guards.append((len(saved), None, None, 0))
             elif kind == "static":
-                saved.append((static[key], None, None, None))
+                value = static[key]
             elif kind == "shape":
-                saved.append((np.shape(to_array(inputs[key])), None, None, None))
+                value = np.shape(to_array(inputs[key]))
             elif kind == "shapes":
-                saved.append((tuple(np.shape(to_array(x)) for x in inputs), None, None, None))
+                value = tuple(np.shape(to_array(x)) for x in inputs)
             else:
-                saved.append((key, None, None, None))
+                value = key
+            saved.append(value)
         result._edge = node
         return result
 
@@ -1081,24 +1085,25 @@ class Op:
                               for i, want in enumerate(needs) if want]
         if self.joint is not None and mask:
             rules = [(None, self.joint)]
-        sources: dict[tuple, None] = {}  # an ordered set of (name, kind, key)
+        names: list[str] = []
+        sources: list[tuple] = []
         steps = []
+
+        def need(wanted: Iterable[str], i: int | None) -> None:
+            for name in wanted:
+                names.append(name)
+                sources.append(self.source(name, i, needs))
+
         for i, derivative in rules:
             if derivative is not None:
-                needed = [(n, *self.source(n, i, needs)) for n in names_of(derivative)[1:]]
-                sources |= dict.fromkeys(needed)
-                steps.append((i, derivative, needed))
-        for name, _, _ in (queue := list(sources)):  # grows: a residual's formula names more
+                start = len(names)
+                need(names_of(derivative)[1:], i)
+                steps.append((i, derivative, start, len(names)))
+        for name in names:  # grows: a residual's formula names more
             residual = self.residuals.get(name)
-            further = [(n, *self.source(n, None, needs)) for n in names_of(residual)] \
-                if residual is not None else []
-            queue += [n for n in further if n not in sources]
-            sources |= dict.fromkeys(further)
-        order = list(sources)
-        self.plans[mask] = Plan(
-            tuple(name for name, _, _ in order), tuple((kind, key) for _, kind, key in order),
-            tuple((i, derivative, tuple(map(order.index, needed)))
-                  for i, derivative, needed in steps))
+            if residual is not None:
+                need([n for n in names_of(residual) if n not in names], None)
+        self.plans[mask] = Plan(tuple(names), tuple(sources), tuple(steps))
         return self.plans[mask]
 
     def source(self, name: str, i: int | None, needs: tuple[bool, ...]) -> tuple[str, Any]:
@@ -1151,8 +1156,9 @@ def op(formula: Any = None, *, residuals: dict[str, Callable | None] | None = No
     if formula is None:
         return functools.partial(op, residuals=residuals, view=view, floats=floats, quiet=quiet,
                                  numpy=numpy, joint=joint, **derivatives)
-    quiet = floats if quiet is None else quiet
-    this = Op(formula, derivatives, residuals or {}, view, floats, quiet, joint)
+    this = Op(formula, derivatives, residuals or {}, view, floats, joint)
+    if floats if quiet is None else quiet:
+        this.formula = np.errstate(all="ignore")(formula)
     simple = not (this.defaults or this.residuals or this.variadic or view)
     function: Any = (short_cuts[len(this.inputs)] if simple else general)(this)
     this.function = function
@@ -1170,42 +1176,49 @@ def op(formula: Any = None, *, residuals: dict[str, Callable | None] | None = No
     return function
 
 
-# Most calls are of one or two tensors of the same dtype. They need none of what Op.apply does
-# first, which costs more than the arithmetic on a few numbers.
+# Most calls are of one or two tensors of one dtype. They need none of what Op.apply does first,
+# which costs more than the arithmetic on a few numbers. `short` is for Python's operators.
 
 
 def general(this: Op) -> Callable:
     return lambda *args, **static: this.apply(args, static)
 
-def unary(this: Op) -> Callable:
-    floats = this.floats
-
+def unary(this: Op) -> Any:
     def function(*args: Any, **static: Any) -> Any:
         if len(args) == 1 and not static and isinstance(args[0], Tensor):
             array = args[0]._array
-            if not floats or array.dtype.kind == "f":
-                return this.recorded(args, (array,), static, this.computed((array,), static))
+            if not this.floats or array.dtype.kind == "f":
+                return this.recorded(args, (array,), static, this.formula(array))
         return this.apply(args, static)
 
     return function
 
-def binary(this: Op) -> Callable:
-    floats = this.floats
+def binary(this: Op) -> Any:
+    compute, floats, recorded = this.formula, this.floats, this.recorded
     if len(this.promoting) < 2:
         return general(this)
 
+    def short(x: Tensor, y: Any) -> Any:
+        a, b = x._array, y
+        if isinstance(y, Tensor):
+            b = y._array
+            same = b.dtype is a.dtype and (not floats or a.dtype.kind == "f")
+        else:
+            same = type(y) is float and a.dtype.kind == "f"  # a weak number
+        if not same:
+            return this.apply((x, y), {})
+        try:
+            out = compute(a, b)
+        except ValueError as error:
+            raise this.failure(error, (a, b)) from None
+        return recorded((x, y), (a, b), {}, out)
+
     def function(*args: Any, **static: Any) -> Any:
         if len(args) == 2 and not static and isinstance(args[0], Tensor):
-            a, b = args[0]._array, args[1]
-            if isinstance(b, Tensor):
-                b = b._array
-                same = b.dtype is a.dtype and (not floats or a.dtype.kind == "f")
-            else:
-                same = type(b) is float and a.dtype.kind == "f"  # a weak number
-            if same:
-                return this.recorded(args, (a, b), static, this.computed((a, b), static))
+            return short(*args)
         return this.apply(args, static)
 
+    function.short = short  # type: ignore[attr-defined]
     return function
 
 
@@ -2411,10 +2424,12 @@ def filled(draw: Callable[..., np.ndarray], name: str) -> Callable[..., Tensor]:
 def operator(function: Callable, swapped: bool = False) -> Callable:
     """As a method for Python's operators: others than numbers and arrays get their own turn."""
 
+    short = getattr(function, "short", function)
+
     def method(self: Tensor, other: Any) -> Any:
         if not isinstance(other, (Tensor, float, int, np.ndarray, np.generic)):
             return NotImplemented
-        return function(other, self) if swapped else function(self, other)
+        return function(other, self) if swapped else short(self, other)
 
     return method
 
@@ -2606,7 +2621,7 @@ class Function:
             return results
         # A node has one result. Several travel as one, end to end, and are cut out of it again.
         ctx.joined = np.concatenate([o._array.ravel() for o in ctx.outputs])
-        this = Op(lambda *xs: None, {"xs": lambda g, i: ctx.gradients(g)[i]}, {}, False, False)
+        this = Op(lambda *xs: None, {"xs": lambda g, i: ctx.gradients(g)[i]}, {})
         this.name = cls.__name__
         whole = this.recorded(args, args, {}, ctx.joined)
         ctx.node = weakref.ref(whole._edge)
