@@ -4511,6 +4511,9 @@ class _Recurrent(Module):
         return [getattr(self, name + suffix) for name in
                 ("weight_ih", "bias_ih", "weight_hh", "bias_hh")]
 
+    def flatten_parameters(self) -> None:
+        """For PyTorch programs; GPUs need it."""
+
     def make_step(self, *args: Any) -> tuple:
         act = {"tanh": tanh, "relu": relu}[self.nonlinearity]
         return type(self).step(*args, act)
@@ -4662,33 +4665,55 @@ class TransformerEncoderLayer(Module):
     """Self-attention and a feed-forward network, each with a residual connection and a layer
     norm: after it, or before it with norm_first."""
 
+    attentions: tuple[str, ...] = ("self_attn",)
+
     def __init__(self, d_model: int, nhead: int, dim_feedforward: int = 2048, dropout: float = 0.1,
                  activation: Any = "relu", layer_norm_eps: float = 1e-5, batch_first: bool = False,
                  norm_first: bool = False, bias: bool = True) -> None:
         super().__init__()
-        self.self_attn = MultiheadAttention(d_model, nhead, dropout, bias, batch_first=batch_first)
+        for name in self.attentions:
+            setattr(self, name, MultiheadAttention(d_model, nhead, dropout, bias,
+                                                   batch_first=batch_first))
         self.linear1 = Linear(d_model, dim_feedforward, bias)
         self.dropout = Dropout(dropout)
         self.linear2 = Linear(dim_feedforward, d_model, bias)
         self.norm_first = norm_first
-        self.norm1 = LayerNorm(d_model, layer_norm_eps, bias=bias)
-        self.norm2 = LayerNorm(d_model, layer_norm_eps, bias=bias)
-        self.dropout1, self.dropout2 = Dropout(dropout), Dropout(dropout)
+        parts = range(1, len(self.attentions) + 2)
+        for k in parts:
+            setattr(self, f"norm{k}", LayerNorm(d_model, layer_norm_eps, bias=bias))
+        for k in parts:
+            setattr(self, f"dropout{k}", Dropout(dropout))
         self.activation = {"relu": relu, "gelu": gelu}.get(activation, activation)
+
+    def residual(self, k: int, x: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+        """x with what the k-th part of the layer makes of it."""
+        norm, drop = getattr(self, f"norm{k}"), getattr(self, f"dropout{k}")
+        return x + drop(part(norm(x))) if self.norm_first else norm(x + drop(part(x)))
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        return self.linear2(self.dropout(self.activation(self.linear1(x))))
 
     def forward(self, src: Tensor, src_mask: Tensor | None = None,
                 src_key_padding_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        def attention(x: Tensor) -> Tensor:
-            return self.dropout1(self.self_attn(x, x, x, src_key_padding_mask, False, src_mask)[0])
+        x = self.residual(1, src, lambda x: self.self_attn(
+            x, x, x, src_key_padding_mask, False, src_mask)[0])
+        return self.residual(2, x, self.feed_forward)
 
-        def feed_forward(x: Tensor) -> Tensor:
-            return self.dropout2(self.linear2(self.dropout(self.activation(self.linear1(x)))))
 
-        if self.norm_first:
-            src = src + attention(self.norm1(src))
-            return src + feed_forward(self.norm2(src))
-        src = self.norm1(src + attention(src))
-        return self.norm2(src + feed_forward(src))
+class TransformerDecoderLayer(TransformerEncoderLayer):
+    """An encoder layer that between the two also attends to `memory`, what an encoder found."""
+
+    attentions = ("self_attn", "multihead_attn")
+
+    def forward(self, tgt: Tensor, memory: Tensor, tgt_mask: Any = None,  # type: ignore[override]
+                memory_mask: Any = None, tgt_key_padding_mask: Any = None,
+                memory_key_padding_mask: Any = None, tgt_is_causal: bool = False,
+                memory_is_causal: bool = False) -> Tensor:
+        x = self.residual(1, tgt, lambda x: self.self_attn(
+            x, x, x, tgt_key_padding_mask, False, tgt_mask)[0])
+        x = self.residual(2, x, lambda x: self.multihead_attn(
+            x, memory, memory, memory_key_padding_mask, False, memory_mask)[0])
+        return self.residual(3, x, self.feed_forward)
 
 
 class TransformerEncoder(Module):
@@ -4705,6 +4730,54 @@ class TransformerEncoder(Module):
         for encoder in self.layers:
             src = encoder(src, mask, src_key_padding_mask)
         return src if self.norm is None else self.norm(src)
+
+
+class TransformerDecoder(TransformerEncoder):
+    """The decoder layer num_layers times over; all attend to the same memory."""
+
+    def __init__(self, decoder_layer: Module, num_layers: int, norm: Module | None = None) -> None:
+        super().__init__(decoder_layer, num_layers, norm)
+
+    def forward(self, tgt: Tensor, memory: Tensor, *masks: Any,  # type: ignore[override]
+                **named: Any) -> Tensor:
+        for decoder in self.layers:
+            tgt = decoder(tgt, memory, *masks, **named)
+        return tgt if self.norm is None else self.norm(tgt)
+
+
+class Transformer(Module):
+    """An encoder and a decoder that attends to what it found (Vaswani et al., 2017)."""
+
+    def __init__(self, d_model: int = 512, nhead: int = 8, num_encoder_layers: int = 6,
+                 num_decoder_layers: int = 6, dim_feedforward: int = 2048, dropout: float = 0.1,
+                 activation: Any = "relu", custom_encoder: Any = None, custom_decoder: Any = None,
+                 layer_norm_eps: float = 1e-5, batch_first: bool = False,
+                 norm_first: bool = False, bias: bool = True) -> None:
+        super().__init__()
+        options = (d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps,
+                   batch_first, norm_first, bias)
+        self.encoder = custom_encoder or TransformerEncoder(
+            TransformerEncoderLayer(*options), num_encoder_layers,
+            LayerNorm(d_model, layer_norm_eps, bias=bias))
+        self.decoder = custom_decoder or TransformerDecoder(
+            TransformerDecoderLayer(*options), num_decoder_layers,
+            LayerNorm(d_model, layer_norm_eps, bias=bias))
+        for p in self.parameters():
+            if p.ndim > 1:
+                xavier_uniform_(p)
+        self.d_model, self.nhead, self.batch_first = d_model, nhead, batch_first
+
+    def forward(self, src: Tensor, tgt: Tensor, src_mask: Any = None, tgt_mask: Any = None,
+                memory_mask: Any = None, src_key_padding_mask: Any = None,
+                tgt_key_padding_mask: Any = None, memory_key_padding_mask: Any = None) -> Tensor:
+        memory = self.encoder(src, src_mask, src_key_padding_mask)
+        return self.decoder(tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask,
+                            memory_key_padding_mask)
+
+    @staticmethod
+    def generate_square_subsequent_mask(sz: int, device: Any = None, dtype: Any = None) -> Tensor:
+        """Minus infinity above the diagonal: nobody looks ahead."""
+        return METHODS["triu"](full((sz, sz), -math.inf, dtype=dtype), 1)
 
 
 # =================================================================================================

@@ -117,7 +117,8 @@ TOLERANCES: dict[tuple[str, str], tuple[float, float, str]] = {
         (1e-4, 2e-4, "scores of some hundreds, whose last digits the softmax magnifies"),
     **{(name, "float32"):
        (1e-5, 5e-5, "gradients of weights pass two normalisations, large and of both signs")
-       for name in ("TransformerEncoderLayer", "TransformerEncoder")},
+       for name in ("TransformerEncoderLayer", "TransformerEncoder", "TransformerDecoderLayer",
+                    "Transformer")},
 }
 
 
@@ -382,6 +383,7 @@ REQUIRED_MODULES = """
     AdaptiveAvgPool2d BatchNorm1d BatchNorm2d LayerNorm GroupNorm InstanceNorm2d RMSNorm Embedding
     ReLU ReLU6 LeakyReLU PReLU ELU SELU GELU SiLU Mish Softplus Softsign LogSigmoid Hardtanh GLU
     Softmax LogSoftmax Tanh Sigmoid MultiheadAttention TransformerEncoderLayer TransformerEncoder
+    TransformerDecoderLayer Transformer
     RNN LSTM GRU RNNCell LSTMCell GRUCell CrossEntropyLoss NLLLoss MSELoss L1Loss SmoothL1Loss
     HuberLoss BCELoss BCEWithLogitsLoss KLDivLoss InstanceNorm1d ConvTranspose1d
 """.split()
