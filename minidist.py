@@ -224,13 +224,8 @@ class Tensor:
 
     # -- gradients -------------------------------------------------------------------------------
 
-    def backward(
-        self,
-        gradient: Tensor | None = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        inputs: Sequence[Tensor] | None = None,
-    ) -> None:
+    def backward(self, gradient: Tensor | None = None, retain_graph: bool | None = None,
+                 create_graph: bool = False, inputs: Sequence[Tensor] | None = None) -> None:
         """Add d(self)/d(leaf) to the `.grad` of every leaf that self was computed from."""
         run_backward([self], [gradient], retain_graph, create_graph, inputs)
 
@@ -525,24 +520,14 @@ def queue_callback(callback: Callable[[], None]) -> None:
     callbacks.append(callback)
 
 
-def run_backward(
-    outputs: Sequence[Tensor],
-    gradients: Sequence[Tensor | None],
-    retain_graph: bool | None,
-    create_graph: bool,
-    inputs: Sequence[Tensor] | None = None,
-    accumulate: bool = True,
-) -> dict[Any, Any]:
-    """Carry gradients from the outputs back through the graph.
+class Pending:
+    """The gradients that one backward pass has found so far, by edge."""
 
-    With `accumulate` they are added to `.grad` of the leaves (of `inputs` only, if given), else
-    those of `inputs` are returned by their edge. Under `create_graph` the derivatives run on
-    tensors and are recorded themselves; the graph is consumed unless retained."""
-    retain_graph = create_graph if retain_graph is None else retain_graph
-    pending: dict[Any, Any] = {}  # gradients so far: they live in this pass alone
-    lent: set[Any] = set()  # whose pending array is somebody else's too: not to be written to
+    def __init__(self) -> None:
+        self.gradients: dict[Any, Any] = {}
+        self.lent: set[Any] = set()  # whose array is somebody else's too: not to be written to
 
-    def add(node: Any, edge: Any, part: Any, gradient: Any = None) -> None:
+    def add(self, node: Any, edge: Any, part: Any, gradient: Any = None) -> None:
         """Add a part, which the node's derivative made of its gradient, to the edge's gradient."""
         if edge is None or part is None:
             return
@@ -553,19 +538,30 @@ def run_backward(
             raise RuntimeError(f"{node.op.name} made the first NaN of this backward, in the "
                                f"gradient of its input {node.edges.index(edge)}. It was called "
                                f"here:\n{node.where}")
-        if edge not in pending:
-            pending[edge] = part
+        gradients, lent = self.gradients, self.lent
+        if edge not in gradients:
+            gradients[edge] = part
             # An array that owns its memory and is not the incoming gradient was made by the
             # derivative (which by rule returns no saved value itself, and nothing twice).
             if part is gradient or part.__class__ is not np.ndarray or part.base is not None:
                 lent.add(edge)
         elif edge in lent:
-            pending[edge] = pending[edge] + part
-            if pending[edge].__class__ is np.ndarray:  # not a tensor, nor a scalar
+            gradients[edge] = gradients[edge] + part
+            if gradients[edge].__class__ is np.ndarray:  # not a tensor, nor a scalar
                 lent.remove(edge)
         else:
-            np.add(pending[edge], part, out=pending[edge])
+            np.add(gradients[edge], part, out=gradients[edge])
 
+
+def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None],
+                 retain_graph: bool | None, create_graph: bool,
+                 inputs: Sequence[Tensor] | None = None, accumulate: bool = True) -> dict[Any, Any]:
+    """Carry gradients from the outputs back through the graph.
+
+    With `accumulate` they are added to `.grad` of the leaves (of `inputs` only, if given), else
+    those of `inputs` are returned by their edge. Under `create_graph` the derivatives run on
+    tensors and are recorded themselves; the graph is consumed unless retained."""
+    pending = Pending()
     for output, gradient in zip(outputs, gradients):
         edge = edge_of(output)
         if edge is None:
@@ -575,46 +571,18 @@ def run_backward(
             )
         seed: Any = first_gradient(output, gradient)
         seed = seed if create_graph else seed._array
-        add(None, edge, seed, seed)
-
-    order: list[Any] = topological_order(pending)
+        pending.add(None, edge, seed, seed)
+    order: list[Any] = topological_order(pending.gradients)
     targets = None if inputs is None else {edge_of(x): x for x in inputs}
-    wanted = None if targets is None else leading_to(targets, order)
     captured: dict[Any, Any] = {}
     callbacks: list[Callable[[], None]] = []
     reset = _callbacks.set(callbacks)
     mode = _grad_enabled.set(create_graph)
-    quiet = np.errstate(all="ignore")  # as IEEE 754 has it, the slope of sqrt at 0 is infinite
-    quiet.__enter__()
     try:
-        for node in order:
-            gradient = pending.pop(node, None)
-            if gradient is None:
-                continue
-            if node._hooks:
-                gradient = apply_hooks(node, gradient)
-            if targets is not None and node in targets:
-                captured[node] = gradient
-            if node.__class__ is not Node:
-                if accumulate and (targets is None or node in targets):
-                    accumulate_grad(node, gradient, node not in lent and not node._hooks)
-                continue
-            edges = node.edges
-            if wanted is not None:
-                edges = [edge if edge in wanted else None for edge in edges]
-                if all(edge is None for edge in edges):
-                    continue  # no input lies behind it; what it saved stays for a later pass
-            values = node.values(create_graph)
-            for i, rule, start, stop in node.plan.steps:
-                if i is None:  # one for all inputs
-                    for edge, part in zip(edges, rule(gradient, *values[start:stop])):
-                        add(node, edge, part, gradient)
-                elif edges[i] is not None:
-                    add(node, edges[i], rule(gradient, *values[start:stop]), gradient)
-            if not retain_graph:
-                node.saved = None
+        with np.errstate(all="ignore"):  # as IEEE 754 has it, the slope of sqrt at 0 is infinite
+            walk(order, pending, targets, captured, accumulate, create_graph,
+                 create_graph if retain_graph is None else retain_graph)
     finally:
-        quiet.__exit__(None, None, None)
         _grad_enabled.reset(mode)
         _callbacks.reset(reset)
     for callback in callbacks:
@@ -624,6 +592,38 @@ def run_backward(
             if edge is not tensor and edge in captured:  # an input that is not a leaf
                 accumulate_grad(tensor, captured[edge], owned=False)
     return captured
+
+
+def walk(order: list[Any], pending: Pending, targets: dict | None, captured: dict,
+         accumulate: bool, create_graph: bool, retain_graph: bool) -> None:
+    """Each node in turn makes gradients of its inputs from its own, which is complete by then."""
+    wanted = None if targets is None else leading_to(targets, order)
+    for node in order:
+        gradient = pending.gradients.pop(node, None)
+        if gradient is None:
+            continue
+        if node._hooks:
+            gradient = apply_hooks(node, gradient)
+        if targets is not None and node in targets:
+            captured[node] = gradient
+        if node.__class__ is not Node:
+            if accumulate and (targets is None or node in targets):
+                accumulate_grad(node, gradient, node not in pending.lent and not node._hooks)
+            continue
+        edges = node.edges
+        if wanted is not None:
+            edges = [edge if edge in wanted else None for edge in edges]
+            if all(edge is None for edge in edges):
+                continue  # no input lies behind it; what it saved stays for a later pass
+        values = node.values(create_graph)
+        for i, rule, start, stop in node.plan.steps:
+            if i is None:  # one for all inputs
+                for edge, part in zip(edges, rule(gradient, *values[start:stop])):
+                    pending.add(node, edge, part, gradient)
+            elif edges[i] is not None:
+                pending.add(node, edges[i], rule(gradient, *values[start:stop]), gradient)
+        if not retain_graph:
+            node.saved = None
 
 
 def first_gradient(output: Tensor, gradient: Any) -> Tensor:
@@ -704,15 +704,9 @@ def accumulate_grad(leaf: Tensor, gradient: Any, owned: bool) -> None:
         hook(leaf)
 
 
-def grad(
-    outputs: Tensor | Sequence[Tensor],
-    inputs: Tensor | Sequence[Tensor],
-    grad_outputs: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    allow_unused: bool = False,
-    materialize_grads: bool = False,
-) -> tuple[Tensor | None, ...]:
+def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool | None = None,
+         create_graph: bool = False, allow_unused: bool = False,
+         materialize_grads: bool = False) -> tuple[Tensor | None, ...]:
     """The gradients of the outputs with respect to the inputs, leaving every `.grad` alone.
 
     The inputs may be any tensors of the graph, leaves or not. An input that the outputs do not
@@ -1024,7 +1018,8 @@ class Op:
         result = wrap(out)
         if self.view:
             self.remember_view(inputs[0], static, result)
-        if not _grad_enabled.get() or out.dtype.kind != "f":
+        dtype = out.dtype
+        if not _grad_enabled.get() or dtype.kind != "f":
             return result
         edges: list[Any] = []
         mask = 0  # a bit for each input that wants a gradient
@@ -1044,7 +1039,7 @@ class Op:
             return result
         node = Node()
         node.op, node.plan, node.number, node.edges = self, plan, next(Node.numbers), edges
-        node.shape, node.dtype, node._hooks = out.shape, out.dtype, None
+        node.shape, node.dtype, node._hooks = out.shape, dtype, None
         node.where = called_from() if _anomaly.get() else ""
         saved: list[Any] = []
         guards: list[tuple] = []
