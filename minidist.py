@@ -1346,9 +1346,7 @@ def rsqrt(x):
 
 @op(floats=True, x=lambda g, out: g * (out * (1 - out)))
 def sigmoid(x):
-    e = np.exp(-x)  # for large negative x it overflows, rightly: 1 / inf is 0
-    e += 1
-    return np.reciprocal(e, out=e)
+    return 1 / (1 + np.exp(-x))  # for large negative x exp overflows, rightly: 1 / inf is 0
 
 @op(floats=True, x=lambda g, x: g * (np.exp(-x * x) * (2 / math.sqrt(math.pi))))
 def erf(x):

@@ -1,6 +1,7 @@
 """Sections 3 and 4 against PyTorch: functions, layers, losses, and the machinery of modules."""
 import itertools
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -295,9 +296,37 @@ def test_loss_modules(i):
     check(lambda m, x, t: make_loss(m)(x, t.detach()), (3, 4), target, dtypes=["float64"])
 
 
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_transformer(norm_first, batch_first):
+    """Encoder and decoder with masks of both kinds; weights from PyTorch by name."""
+    options = dict(batch_first=batch_first, norm_first=norm_first, dropout=0.0)
+    with warnings.catch_warnings(action="ignore"):
+        theirs = torch.nn.Transformer(8, 2, 2, 2, 16, **options).double()
+    ours = nn.Transformer(8, 2, 2, 2, 16, **options).double()
+    ours.load_state_dict({n: md.tensor(t.numpy()) for n, t in theirs.state_dict().items()})
+    assert repr(ours) == repr(theirs)
+    draw, padding = np.random.default_rng(0), np.zeros((3, 5), bool)
+    padding[1, 3:] = True
+    source, target = draw.standard_normal((3, 5, 8)), draw.standard_normal((3, 4, 8))
+    if not batch_first:
+        source, target = source.swapaxes(0, 1).copy(), target.swapaxes(0, 1).copy()
+    grads = []
+    for m, model in ((md, ours), (torch, theirs)):
+        mask = m.nn.Transformer.generate_square_subsequent_mask(4, dtype=m.float64)
+        out = model(m.tensor(source), m.tensor(target), tgt_mask=mask,
+                    src_key_padding_mask=m.tensor(padding),
+                    memory_key_padding_mask=m.tensor(padding))
+        (out * out).sum().backward()
+        grads.append([out.detach().numpy(), *(p.grad.numpy() for p in model.parameters())])
+    for a, b in zip(*grads):
+        np.testing.assert_allclose(a, b, rtol=1e-7, atol=1e-9)
+
+
 def test_every_module_is_tested():
     tested = {type(m).__name__ for make_layer, _ in (*LAYERS, *LOSSES)
               for m in make_layer(md).modules()}
+    tested |= {type(m).__name__ for m in nn.Transformer(4, 1, 1, 1, 4).modules()}  # see below
     apart = {"Module", "ModuleList", "ModuleDict", "ParameterList", "Parameter", "Buffer"}
     public = {n for n, v in vars(nn).items() if isinstance(v, type)} - apart
     assert public - tested - {"DistributedDataParallel"} <= driven()
