@@ -4782,17 +4782,12 @@ class Optimizer:
     """Changes parameters by their gradients.
 
     `params` is an iterable of parameters, or of groups: dicts with "params" and options that
-    differ from the defaults. A subclass gives `update`, the rule for one parameter."""
+    differ from `defaults`. `state[p]` keeps what the rule remembers of the parameter p. A subclass
+    gives `step`; see Rule for the short way."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
-        for name in ("lr", "eps", "weight_decay", "momentum"):
-            if not to_array(defaults.get(name) or 0.0) >= 0:
-                raise ValueError(f"{name} must not be negative, found {defaults[name]}")
-        for beta in defaults.get("betas", ()):
-            if not 0 <= beta < 1:
-                raise ValueError(f"betas must lie in [0, 1), found {defaults['betas']}")
         self.defaults = defaults
-        self.state: dict[Tensor, dict[str, Any]] = {}
+        self.state: dict[Tensor, dict[str, Any]] = collections.defaultdict(dict)
         self.param_groups: list[dict[str, Any]] = []
         params = [params] if isinstance(params, Tensor) else list(params)
         if not params:
@@ -4804,15 +4799,20 @@ class Optimizer:
         params = group["params"]
         params = [params] if isinstance(params, Tensor) else list(params)
         params = [p[1] if isinstance(p, tuple) else p for p in params]  # from named_parameters()
+        group = {**self.defaults, **group, "params": params}
+        for name, end in OPTION_ENDS.items():
+            values = to_array(group.get(name, 0.0))
+            if not ((values >= 0) & (values < end)).all():
+                raise ValueError(f"{name} must lie in [0, {end}), found {group[name]}")
         known = {p for g in self.param_groups for p in g["params"]}
         for p in params:
             if not isinstance(p, Tensor) or not p.is_leaf:
                 raise TypeError("optimizers change leaf tensors, not results of computations or "
                                 f"{type(p).__name__}")
             if p in known:
-                raise ValueError("a parameter appears in more than one group")
+                raise ValueError("a parameter appears in more than one group, or twice in one")
             known.add(p)
-        self.param_groups.append({**self.defaults, **group, "params": params})
+        self.param_groups.append(group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for group in self.param_groups:
@@ -4820,198 +4820,307 @@ class Optimizer:
                 clear_grad(p, set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient. A parameter whose gradient is None is left
-        alone altogether: no decay, no momentum."""
-        loss = None
-        if closure is not None:
-            with enable_grad():
-                loss = closure()
-        with no_grad():
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p.grad is not None:
-                        g = -p.grad._array if group.get("maximize") else p.grad._array
-                        self.update(p._array, g, self.state.setdefault(p, {}), group)
-                        touch(p, f"{type(self).__name__}.step")
-        return loss
-
-    def update(self, p: np.ndarray, g: np.ndarray, state: dict, group: dict) -> None:
-        """Change the array p in place by its gradient g; `state` is kept between steps."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} defines no step")
 
     def state_dict(self) -> dict[str, Any]:
         """State by the number of the parameter, and the options of the groups."""
         number = {p: i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
-        groups = [{**g, "params": [number[p] for p in g["params"]]} for g in self.param_groups]
-        state = {number[p]: {k: wrap(v) if isinstance(v, np.ndarray) else v for k, v in s.items()}
-                 for p, s in self.state.items()}
-        return {"state": state, "param_groups": groups}
+        return {"state": {number[p]: entries for p, entries in self.state.items()},
+                "param_groups": [{**g, "params": [number[p] for p in g["params"]]}
+                                 for g in self.param_groups]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        groups = state_dict["param_groups"]
-        found = [len(g["params"]) for g in groups]
-        own = [len(g["params"]) for g in self.param_groups]
+        groups, state = state_dict["param_groups"], copy.deepcopy(state_dict["state"])
+        found, own = ([len(g["params"]) for g in gs] for gs in (groups, self.param_groups))
         if found != own:
             raise ValueError(f"the state has parameter groups of sizes {found}, the optimizer "
                              f"of {own}")
         for group, saved in zip(self.param_groups, groups):
             group.update({k: v for k, v in saved.items() if k != "params"})
         params = [p for g in self.param_groups for p in g["params"]]
-        self.state = {}
-        for number, entries in state_dict["state"].items():
+        self.state.clear()
+        for number, entries in state.items():
             p = params[int(number)]
-            self.state[p] = {
-                k: to_array(v).astype(p.dtype if to_array(v).ndim else to_array(v).dtype, copy=True)
-                if isinstance(v, (Tensor, np.ndarray)) else v
-                for k, v in entries.items()
-            }
+            self.state[p].update({k: v.to(p.dtype) if isinstance(v, Tensor) and k != "step" else v
+                                  for k, v in entries.items()})
 
     def __repr__(self) -> str:
         options = {k: v for g in self.param_groups for k, v in g.items() if k != "params"}
         return f"{type(self).__name__}({', '.join(f'{k}={v}' for k, v in options.items())})"
 
 
-class _Rule(Optimizer):
-    """An optimizer whose options, with their defaults, stand in a table, and whose constructor
-    takes them by name or in this order. Where `weight_decay` is added to the gradient (L2), it
-    is here; `maximize` is the base class's."""
+# Where an option must lie: from 0 up to this. (NaN fails every comparison.)
+OPTION_ENDS = {"betas": 1.0, "rho": 1.0, "alpha": math.inf, "lr": math.inf, "eps": math.inf,
+               "momentum": math.inf, "weight_decay": math.inf, "lr_decay": math.inf,
+               "initial_accumulator_value": math.inf}
+PIECE = 2**17  # elements
 
+
+def pieces(*arrays: np.ndarray) -> Iterator[Sequence[np.ndarray]]:
+    """Arrays of one shape, cut alike into pieces that stay in the cache while a formula passes
+    over them again and again (Adam on 8 million elements: a third of the time), and that bound
+    the memory for its temporaries. Much smaller ones would cost more in calls than they save."""
+    if len({a.shape for a in arrays}) > 1:
+        raise ValueError("a parameter, its gradient and its state differ in shape: "
+                         f"{', '.join(str(a.shape) for a in arrays)}")
+    # To flatten another order would be to copy: what changes in place would be lost. (Results of
+    # no dimensions are NumPy scalars, which `out=` refuses: these are flattened too.)
+    small = arrays[0].ndim and arrays[0].size <= PIECE
+    if small or not all(a.flags.c_contiguous for a in arrays):
+        yield arrays
+        return
+    flat = [a.reshape(-1) for a in arrays]
+    for start in range(0, len(flat[0]), PIECE):
+        yield [a[start : start + PIECE] for a in flat]
+
+
+REQUIRED = inspect.Parameter.empty  # stands where an argument has no default
+
+
+def arguments_of(function: Callable) -> dict[str, Any]:
+    """The names of a function's arguments with their defaults."""
+    return {name: p.default for name, p in inspect.signature(function).parameters.items()}
+
+def signature(arguments: dict[str, Any]) -> inspect.Signature:
+    return inspect.Signature([
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
+        for name, default in arguments.items()])
+
+
+class Rule(Optimizer):
+    """An optimizer that is one function, written in NumPy element by element:
+
+        rule(p, g, step, ..., lr=1e-3, ...) changes the array p in place by its gradient g.
+
+    It is step number `step` for p, from 1. The next arguments, those without a default, are
+    arrays that are kept from step to step, zeros at first (None where `kept_with` names an option
+    for them that is off). Those with a default are the constructor's options. Three of these are
+    dealt with before the rule is called: `maximize` turns g round; `weight_decay` adds its share
+    of p to g (L2), or with `decoupled_weight_decay` shrinks p by itself."""
+
+    kept_with: dict[str, str] = {}
+    kept: tuple[str, ...] = ()
     options: dict[str, Any] = {}
-    zeros: tuple[str, ...] = ()  # state that starts as zeros of the parameter's shape
-    decoupled = False
+    rule: Any
+    __signature__: inspect.Signature
 
-    def __init__(self, params: Iterable[Any], *args: Any, **options: Any) -> None:
+    def __init_subclass__(cls) -> None:
+        if "rule" in vars(cls):
+            arguments = arguments_of(cls.rule)
+            cls.kept = tuple(n for n, default in arguments.items() if default is REQUIRED)[3:]
+            cls.options = {n: d for n, d in arguments.items() if d is not REQUIRED}
+        cls.__signature__ = signature({"params": REQUIRED, **cls.options})
+
+    def __init__(self, *args: Any, **options: Any) -> None:
         # How PyTorch shall compute it, not what: without meaning here.
         for name in ("foreign", "fused", "capturable", "differentiable"):
             if options.pop(name, None) and name == "differentiable":
                 raise ValueError("differentiable=True is not available: steps are not recorded")
-        given = {**dict(zip(self.options, args)), **options}
-        if len(args) > len(self.options) or (unknown := given.keys() - self.options.keys()):
-            raise TypeError(f"{type(self).__name__} takes {', '.join(self.options)}, not "
-                            f"{unknown if len(args) <= len(self.options) else args}")
-        super().__init__(params, {**self.options, **given})
+        defaults = bind(type(self).__name__, self.__signature__, args, options)
+        super().__init__(defaults.pop("params"), defaults)
 
-    def update(self, p: np.ndarray, g: np.ndarray, state: dict, group: dict) -> None:
-        if not state and self.zeros:
-            state["step"] = 0
-            state.update({name: np.zeros_like(p) for name in self.zeros})
-        if self.zeros:
-            state["step"] += 1
-        if group["weight_decay"] and not self.decoupled:
-            g = g + p * group["weight_decay"]
-        self.rule(p, g, state, group, float(group["lr"]))
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient. A parameter whose gradient is None is left
+        alone altogether: no decay, no momentum."""
+        loss = None if closure is None else enable_grad()(closure)()
+        for group in self.param_groups:
+            arguments = dict.fromkeys(self.kept) | {name: group[name] for name in self.options}
+            arguments["lr"] = float(group["lr"])  # a NumPy number would make float64 of float32
+            kept = [k for k in self.kept if k not in self.kept_with or group[self.kept_with[k]]]
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.change(p, kept, arguments)
+        return loss
 
-    def rule(self, p: np.ndarray, g: np.ndarray, state: dict, group: dict, lr: float) -> None:
-        raise NotImplementedError
+    def change(self, p: Any, kept: Sequence[str], arguments: dict[str, Any]) -> None:
+        step, state = 1, self.state[p] if kept else {}
+        if kept:
+            fresh = [k for k in kept if state.get(k) is None]
+            state.update({k: wrap(np.zeros_like(p._array)) for k in fresh})
+            # (PyTorch's SGD keeps momentum without counting steps.)
+            step = state["step"] = int(state.get("step", not fresh)) + 1
+        maximize, decay = arguments.get("maximize"), arguments.get("weight_decay")
+        for q, g, *arrays in pieces(p._array, p.grad._array, *[state[k]._array for k in kept]):
+            if maximize:
+                g = -g
+            if decay and arguments.get("decoupled_weight_decay"):
+                q *= 1 - arguments["lr"] * decay
+            elif decay:
+                g = g + q * decay
+            self.rule(q, g, step, **arguments | dict(zip(kept, arrays)))
+        touch(p, f"{type(self).__name__}.step")
 
 
-class SGD(_Rule):
+class SGD(Rule):
     """Stochastic gradient descent, with momentum (Polyak) or Nesterov's form of it."""
 
-    options = {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0,
-               "nesterov": False, "maximize": False}
+    kept_with = {"momentum_buffer": "momentum"}
 
-    def __init__(self, params: Iterable[Any], *args: Any, **options: Any) -> None:
-        super().__init__(params, *args, **options)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         if self.defaults["nesterov"] and (self.defaults["momentum"] <= 0
                                           or self.defaults["dampening"] != 0):
             raise ValueError("Nesterov momentum needs momentum > 0 and dampening = 0")
 
-    def rule(self, p: np.ndarray, g: np.ndarray, state: dict, group: dict, lr: float) -> None:
-        if group["momentum"]:
-            buffer = state.get("momentum_buffer")
-            if buffer is None:
-                buffer = state["momentum_buffer"] = np.array(g)
-            else:
-                buffer *= group["momentum"]
-                buffer += g if group["dampening"] == 0 else g * (1 - group["dampening"])
-            g = g + buffer * group["momentum"] if group["nesterov"] else buffer
+    @staticmethod
+    def rule(p, g, step, momentum_buffer, lr=1e-3, momentum=0.0, dampening=0.0, weight_decay=0.0,
+             nesterov=False, maximize=False):
+        if momentum:
+            momentum_buffer *= momentum
+            momentum_buffer += g * (1 - dampening) if dampening and step > 1 else g
+            g = g + momentum_buffer * momentum if nesterov else momentum_buffer
         p -= g * lr
 
 
-class Adam(_Rule):
+class Adam(Rule):
     """Kingma and Ba, 2015: steps of a size that depends on the gradient's mean over its root
     mean square, both corrected for their start at zero. `weight_decay` is added to the gradient
     (L2), unlike AdamW's."""
 
-    options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0,
-               "amsgrad": False, "maximize": False}
-    zeros = ("exp_avg", "exp_avg_sq")
+    kept_with = {"max_exp_avg_sq": "amsgrad"}
 
-    def rule(self, p: np.ndarray, g: np.ndarray, state: dict, group: dict, lr: float) -> None:
-        beta1, beta2 = group["betas"]
-        if self.decoupled:
-            p *= 1 - lr * group["weight_decay"]
-        mean, square = state["exp_avg"], state["exp_avg_sq"]
-        mean += (g - mean) * (1 - beta1)
-        square *= beta2
-        square += g * g * (1 - beta2)
-        if group["amsgrad"]:
-            square = state["max_exp_avg_sq"] = np.maximum(state.get("max_exp_avg_sq", 0), square)
-        root = np.sqrt(square)
-        root /= math.sqrt(1 - beta2 ** state["step"])
-        root += group["eps"]
-        p -= mean / root * (lr / (1 - beta1 ** state["step"]))
+    @staticmethod
+    def rule(p, g, step, exp_avg, exp_avg_sq, max_exp_avg_sq, lr=1e-3, betas=(0.9, 0.999),
+             eps=1e-8, weight_decay=0.0, amsgrad=False, maximize=False,
+             decoupled_weight_decay=False):
+        # One temporary, used again and again, is a fifth faster than one for every result.
+        change = g - exp_avg
+        change *= 1 - betas[0]
+        exp_avg += change
+        np.multiply(g, g, out=change)
+        change *= 1 - betas[1]
+        exp_avg_sq *= betas[1]
+        exp_avg_sq += change
+        if amsgrad:
+            exp_avg_sq = np.maximum(max_exp_avg_sq, exp_avg_sq, out=max_exp_avg_sq)
+        # Averages that began at zero are too small: their weights sum to this instead of 1.
+        weight, weight_sq = (1 - beta**step for beta in betas)
+        # p -= lr * (exp_avg / weight) / (sqrt(exp_avg_sq / weight_sq) + eps), in fewer passes
+        root = math.sqrt(weight_sq)
+        np.sqrt(exp_avg_sq, out=change)
+        change += eps * root
+        np.divide(exp_avg, change, out=change)
+        change *= lr * root / weight
+        p -= change
 
 
 class AdamW(Adam):
     """Adam with weight decay apart from the gradient (Loshchilov and Hutter, 2019)."""
 
-    options = {**Adam.options, "weight_decay": 1e-2}
-    decoupled = True
+    options = Adam.options | {"weight_decay": 1e-2, "decoupled_weight_decay": True}
 
 
-class Adagrad(_Rule):
+class Adagrad(Rule):
     """Duchi et al., 2011: each element's rate falls with the root of its summed squares."""
 
-    options = {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0,
-                   "eps": 1e-10, "maximize": False}
-    zeros = ("sum",)
-
-    def rule(self, p: np.ndarray, g: np.ndarray, state: dict, group: dict, lr: float) -> None:
-        if state["step"] == 1:
-            state["sum"] += group["initial_accumulator_value"]
-        state["sum"] += g * g
-        lr /= 1 + (state["step"] - 1) * group["lr_decay"]
-        p -= g / (np.sqrt(state["sum"]) + group["eps"]) * lr
+    @staticmethod
+    def rule(p, g, step, sum, lr=1e-2, lr_decay=0.0, weight_decay=0.0,
+             initial_accumulator_value=0.0, eps=1e-10, maximize=False):
+        if step == 1:
+            sum += initial_accumulator_value
+        sum += g * g
+        p -= g / (np.sqrt(sum) + eps) * (lr / (1 + (step - 1) * lr_decay))
 
 
-class RMSprop(_Rule):
+class RMSprop(Rule):
     """Tieleman and Hinton, 2012: divide by the root of a running mean of squares."""
 
-    options = {"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0,
-               "momentum": 0.0, "centered": False, "maximize": False}
-    zeros = ("square_avg", "momentum_buffer", "grad_avg")
+    kept_with = {"grad_avg": "centered", "momentum_buffer": "momentum"}
 
-    def rule(self, p: np.ndarray, g: np.ndarray, state: dict, group: dict, lr: float) -> None:
-        square = state["square_avg"]
-        square *= group["alpha"]
-        square += g * g * (1 - group["alpha"])
-        if group["centered"]:
-            state["grad_avg"] += (g - state["grad_avg"]) * (1 - group["alpha"])
-            square = square - state["grad_avg"] * state["grad_avg"]
-        step = g / (np.sqrt(square) + group["eps"])
-        if group["momentum"]:
-            state["momentum_buffer"] *= group["momentum"]
-            state["momentum_buffer"] += step
-            step = state["momentum_buffer"]
-        p -= step * lr
+    @staticmethod
+    def rule(p, g, step, square_avg, grad_avg, momentum_buffer, lr=1e-2, alpha=0.99, eps=1e-8,
+             weight_decay=0.0, momentum=0.0, centered=False, maximize=False):
+        square_avg *= alpha
+        square_avg += g * g * (1 - alpha)
+        if centered:
+            grad_avg += (g - grad_avg) * (1 - alpha)
+            square_avg = square_avg - grad_avg * grad_avg
+        change = g / (np.sqrt(square_avg) + eps)
+        if momentum:
+            momentum_buffer *= momentum
+            momentum_buffer += change
+            change = momentum_buffer
+        p -= change * lr
 
 
-class Adadelta(_Rule):
+class Adadelta(Rule):
     """Zeiler, 2012: steps in the units of the parameter, from running means of both squares."""
 
-    options = {"lr": 1.0, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.0, "maximize": False}
-    zeros = ("square_avg", "acc_delta")
+    @staticmethod
+    def rule(p, g, step, square_avg, acc_delta, lr=1.0, rho=0.9, eps=1e-6, weight_decay=0.0,
+             maximize=False):
+        square_avg *= rho
+        square_avg += g * g * (1 - rho)
+        change = np.sqrt((acc_delta + eps) / (square_avg + eps)) * g
+        acc_delta *= rho
+        acc_delta += change * change * (1 - rho)
+        p -= change * lr
 
-    def rule(self, p: np.ndarray, g: np.ndarray, state: dict, group: dict, lr: float) -> None:
-        rho, eps = group["rho"], group["eps"]
-        state["square_avg"] *= rho
-        state["square_avg"] += g * g * (1 - rho)
-        step = np.sqrt(state["acc_delta"] + eps) / np.sqrt(state["square_avg"] + eps) * g
-        state["acc_delta"] *= rho
-        state["acc_delta"] += step * step * (1 - rho)
-        p -= step * lr
+
+# -- gradients as a whole --------------------------------------------------------------------------
+
+
+def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0,
+                    error_if_nonfinite: bool = False, foreach: bool | None = None) -> Tensor:
+    """Scale all gradients by one factor, so that their joint norm is at most max_norm; returns
+    the norm before."""
+    grads = gradients(parameters)
+    if norm_type == 2:
+        total = math.sqrt(sum(sum_of_squares(x) for g in grads for (x,) in pieces(g._array)))
+    else:
+        norms = [np.linalg.norm(g._array.astype(np.float64).ravel(), norm_type) for g in grads]
+        total = float(np.linalg.norm(norms, norm_type)) if norms else 0.0
+    if error_if_nonfinite and not math.isfinite(total):
+        raise RuntimeError(f"the norm of the gradients is {total}: clipping would spread it to "
+                           "every parameter. Look for a NaN or an overflow in the loss")
+    scale = max_norm / (total + 1e-6)
+    if not scale >= 1:  # NaN scales too, as in PyTorch
+        with np.errstate(invalid="ignore"):  # inf * 0
+            for g in grads:
+                g._array *= scale
+                touch(g, "clip_grad_norm_")
+    return tensor(total, dtype=np.result_type(np.float32, *(g.dtype for g in grads)))
+
+def sum_of_squares(x: np.ndarray) -> float:
+    """In float64 where float32 would overflow (from 1e19) or lose all digits."""
+    x = x.ravel()
+    with np.errstate(over="ignore", under="ignore"):
+        total = 0.0 if x.dtype == np.float16 else float(np.vecdot(x, x))
+    if not 1e-30 < total < math.inf:
+        x = x.astype(np.float64)
+        total = float(np.vecdot(x, x))
+    return total
+
+def clip_grad_value_(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
+    for g in gradients(parameters):
+        np.clip(g._array, -clip_value, clip_value, out=g._array)
+        touch(g, "clip_grad_value_")
+
+def gradients(parameters: Any) -> list[Tensor]:
+    parameters = [parameters] if isinstance(parameters, Tensor) else parameters
+    return [p.grad for p in parameters if p.grad is not None]
+
+def parameters_to_vector(parameters: Iterable[Tensor]) -> Tensor:
+    return cat([p.reshape(-1) for p in parameters])
+
+@no_grad()
+def vector_to_parameters(vector: Tensor, parameters: Iterable[Tensor]) -> None:
+    start = 0
+    for p in parameters:
+        p.copy_(vector[start : start + p.numel()].reshape(p.shape))
+        start += p.numel()
+
+
+# -- LBFGS -----------------------------------------------------------------------------------------
+
+
+class Probe(NamedTuple):
+    """A point of a line search: how far along, the loss there, its gradient, its slope."""
+
+    t: float
+    loss: np.float64  # NumPy's numbers divide by zero without an exception
+    g: Tensor
+    slope: np.float64
 
 
 class LBFGS(Optimizer):
@@ -5031,207 +5140,134 @@ class LBFGS(Optimizer):
             raise ValueError("LBFGS takes one parameter group: its directions span all parameters")
         if line_search_fn not in (None, "strong_wolfe"):
             raise ValueError(f"line_search_fn is None or 'strong_wolfe', not {line_search_fn!r}")
-        self.params = self.param_groups[0]["params"]
 
-    def flat_grad(self) -> np.ndarray:
-        return np.concatenate([np.zeros(p.numel(), p.dtype) if p.grad is None
-                               else p.grad._array.ravel() for p in self.params])
-
-    def move(self, direction: np.ndarray, t: float, start: list[np.ndarray]) -> None:
-        """Put the parameters at start + t * direction."""
-        place = 0
-        for p, array in zip(self.params, start):
-            p._array[...] = array + t * direction[place : place + p.numel()].reshape(p.shape)
-            touch(p, "LBFGS.step")
-            place += p.numel()
-
+    @no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if closure is None:
             raise TypeError("LBFGS.step needs a closure that computes the loss and its gradients")
-        group, state = self.param_groups[0], self.state.setdefault(self.params[0], {})
-        limit, tiny, lr = group["max_iter"], group["tolerance_change"], float(group["lr"])
+        group = self.param_groups[0]
+        params, lr, tiny = group["params"], float(group["lr"]), group["tolerance_change"]
+        state = self.state[params[0]]
+        evaluations = 0
 
-        def evaluate() -> tuple[Any, np.ndarray]:
+        def evaluate() -> tuple[Any, np.float64, Tensor]:
+            nonlocal evaluations
+            evaluations += 1
             with enable_grad():
                 loss = closure()
-            state["func_evals"] = state.get("func_evals", 0) + 1
-            return loss, self.flat_grad()
+            return loss, np.float64(float(loss)), parameters_to_vector(
+                [zeros_like(p) if p.grad is None else p.grad for p in params])
 
-        first, g = evaluate()
-        loss, evaluations = float(first), 1
-        if np.abs(g).max() <= group["tolerance_grad"]:
-            return first
-        pairs, d = state.setdefault("pairs", []), state.get("d")
-        t, previous = state.get("t", lr), state.get("prev_flat_grad")
-        for iteration in range(limit):
-            state["n_iter"] = state.get("n_iter", 0) + 1
-            if state["n_iter"] == 1:
-                d, t_next = -g, min(1.0, 1.0 / float(np.abs(g).sum())) * lr
-            else:
-                y, s, t_next = g - previous, d * t, lr
-                if (ys := float(y @ s)) > 1e-10:  # keeps the approximation positive definite
-                    pairs.append((y, s, 1 / ys))
-                    del pairs[: -group["history_size"]]
-                    state["H_diag"] = ys / float(y @ y)
-                d = two_loop(-g, pairs, state.get("H_diag", 1.0))
-            t, previous, loss_before, slope = t_next, g.copy(), loss, float(g @ d)
-            if slope > -tiny:
-                break
-            start = [p._array.copy() for p in self.params]
-            used = 0
-            if group["line_search_fn"] == "strong_wolfe":
-                def probe(t: float, d: np.ndarray = d, start: list = start) -> tuple:
-                    self.move(d, t, start)
-                    loss, g = evaluate()
-                    return float(loss), g
+        def at(t: float) -> Probe:
+            vector_to_parameters(start + t * d, params)
+            _, loss, g = evaluate()
+            return Probe(t, loss, g, np.float64((g @ d).item()))
 
-                loss, g, t, used = strong_wolfe(probe, t, d, loss, g, slope)
-                self.move(d, t, start)
-            else:
-                self.move(d, t, start)
-                if iteration != limit - 1:
-                    value, g = evaluate()
-                    loss, used = float(value), 1
-            evaluations += used
-            if (evaluations >= group["max_eval"] or np.abs(g).max() <= group["tolerance_grad"]
-                    or np.abs(d * t).max() <= tiny or abs(loss - loss_before) < tiny):
+        first, loss, g = evaluate()
+        for iteration in range(1, group["max_iter"] + 1):
+            if g.abs().max() <= group["tolerance_grad"]:
                 break
-        state.update(d=d, t=t, prev_flat_grad=previous)
+            if "d" not in state:
+                state.update(pairs=[], H_diag=1.0, n_iter=0)
+                t = min(1.0, 1.0 / g.abs().sum().item()) * lr
+            else:  # what the last step s taught about the curvature
+                y, s, t = g - state["prev_flat_grad"], state["d"] * state["t"], lr
+                if (ys := (y @ s).item()) > 1e-10:  # else no longer positive definite
+                    state["pairs"] = [*state["pairs"], (y, s, 1 / ys)][-group["history_size"] :]
+                    state["H_diag"] = ys / (y @ y).item()
+            d = two_loop(-g, state["pairs"], state["H_diag"])
+            state.update(d=d, t=t, prev_flat_grad=g, n_iter=state["n_iter"] + 1)
+            here = begin = Probe(0.0, loss, g, np.float64((g @ d).item()))
+            if begin.slope > -tiny:
+                break
+            start = parameters_to_vector(params)
+            if group["line_search_fn"]:
+                here = strong_wolfe(at, t, begin, d.abs().max().item(),
+                                    group["max_eval"] - evaluations)
+                t = here.t
+            elif iteration < group["max_iter"]:
+                here = at(t)
+            vector_to_parameters(start + t * d, params)
+            state["t"], loss, g = t, here.loss, here.g
+            if (evaluations >= group["max_eval"] or (t * d).abs().max() <= tiny
+                    or abs(loss - begin.loss) < tiny):
+                break
+        state["func_evals"] = state.get("func_evals", 0) + evaluations
         return first
 
 
-def two_loop(direction: np.ndarray, pairs: list, scale: float) -> np.ndarray:
+def two_loop(direction: Tensor, pairs: list, scale: float) -> Tensor:
     """The inverse Hessian's approximation by the last pairs (y, s, 1 / y.s), times -gradient."""
-    d, alphas = direction.copy(), []
+    d, alphas = direction, []
     for y, s, rho in reversed(pairs):
-        alphas.append(rho * float(s @ d))
-        d -= alphas[-1] * y
-    d *= scale
+        alphas.append(rho * (s @ d).item())
+        d = d - alphas[-1] * y
+    d = d * scale
     for (y, s, rho), alpha in zip(pairs, reversed(alphas)):
-        d += s * (alpha - rho * float(y @ d))
+        d = d + (alpha - rho * (y @ d).item()) * s
     return d
 
 
-class Probe(NamedTuple):
-    """A point of a line search: how far along, the loss there, its gradient, its slope."""
+def strong_wolfe(at: Callable[[float], Probe], t: float, begin: Probe, width: float, most: int,
+                 c1: float = 1e-4, c2: float = 0.9, change: float = 1e-9) -> Probe:
+    """A point that lowers the loss enough and flattens its slope (Nocedal and Wright, algorithms
+    3.5 and 3.6). The details are PyTorch's, so that the paths are the same."""
 
-    t: float
-    loss: float
-    g: np.ndarray
-    slope: float
+    def too_high(x: Probe) -> bool:
+        return bool(x.loss > begin.loss + c1 * x.t * begin.slope)
 
+    def flat(x: Probe) -> bool:
+        return bool(abs(x.slope) <= -c2 * begin.slope)
 
-def cubic_minimum(a: Probe, b: Probe, bounds: tuple[float, float] | None = None) -> float:
-    """Where the cubic with the losses and slopes at a and b is least, within the bounds."""
-    low, high = bounds if bounds is not None else (min(a.t, b.t), max(a.t, b.t))
-    d1 = a.slope + b.slope - 3 * (a.loss - b.loss) / (a.t - b.t)
-    under_root = d1 * d1 - a.slope * b.slope
-    if under_root < 0:
-        return (low + high) / 2
-    a, b = (a, b) if a.t <= b.t else (b, a)
-    d2 = math.sqrt(under_root)
-    place = b.t - (b.t - a.t) * ((b.slope + d2 - d1) / (b.slope - a.slope + 2 * d2))
-    return min(max(place, low), high)
-
-
-def strong_wolfe(probe: Callable, t: float, d: np.ndarray, f: float, g: np.ndarray, slope: float,
-                 c1: float = 1e-4, c2: float = 0.9, change: float = 1e-9,
-                 most: int = 25) -> tuple[float, np.ndarray, float, int]:
-    """A step along d that lowers the loss enough and flattens its slope (Nocedal and Wright,
-    algorithms 3.5 and 3.6): first find an interval that holds one, then shrink it."""
-    width, used = float(np.abs(d).max()), 0
-
-    def look(t: float) -> Probe:
-        nonlocal used
-        used += 1
-        loss, g = probe(t)
-        return Probe(t, loss, g.copy(), float(g @ d))
-
-    begin = before = Probe(0.0, f, g.copy(), slope)
-    done = False
-    for i in range(most):
-        here = look(t)
-        if here.loss > f + c1 * t * slope or (i > 0 and here.loss >= before.loss):
-            interval = [before, here]
+    # Go on until there is a good point between the last two.
+    before, here = begin, at(t)
+    for tries in range(most):
+        if too_high(here) or (tries > 1 and here.loss >= before.loss):
             break
-        if abs(here.slope) <= -c2 * slope:
-            interval, done = [here, here], True
-            break
+        if flat(here):
+            return here
         if here.slope >= 0:
-            interval = [before, here]
             break
-        t = cubic_minimum(before, here, (t + 0.01 * (t - before.t), t * 10))
-        before = here
+        t = cubic_minimum(before, here, here.t + 0.01 * (here.t - before.t), 10 * here.t)
+        before, here = here, at(t)
     else:
-        interval = [begin, before]
-    stalled = False
-    best, worst = (0, 1) if interval[0].loss <= interval[1].loss else (1, 0)
-    while not done and used <= most:
-        if abs(interval[1].t - interval[0].t) * width < change:
+        before, tries = begin, most
+
+    # Narrow the interval between them; its end with the lower loss is the best point so far.
+    ends = [before, here]
+    best, stalled = int(before.loss > here.loss), False
+    for _ in range(tries, most):
+        low, high = sorted(x.t for x in ends)
+        if (high - low) * width < change:
             break
-        t = cubic_minimum(interval[0], interval[1])
-        low, high = sorted(p.t for p in interval)
-        margin = 0.1 * (high - low)
-        if min(high - t, t - low) < margin:  # too near an end to make progress twice in a row
-            if stalled or t >= high or t <= low:
-                t = high - margin if abs(t - high) < abs(t - low) else low + margin
-                stalled = False
-            else:
-                stalled = True
-        else:
-            stalled = False
-        here = look(t)
-        if here.loss > f + c1 * t * slope or here.loss >= interval[best].loss:
-            interval[worst] = here
-            best, worst = (0, 1) if interval[0].loss <= interval[1].loss else (1, 0)
-        else:
-            if abs(here.slope) <= -c2 * slope:
-                done = True
-            elif here.slope * (interval[worst].t - interval[best].t) >= 0:
-                interval[worst] = interval[best]
-            interval[best] = here
-    found = interval[best]
-    return found.loss, found.g, found.t, used
+        t, margin = cubic_minimum(ends[0], ends[1], low, high), 0.1 * (high - low)
+        near = min(high - t, t - low) < margin
+        if near and (stalled or not low < t < high):  # twice so near an end is no progress
+            t, near = high - margin if high - t < t - low else low + margin, False
+        stalled, here = near, at(t)
+        if too_high(here) or here.loss >= ends[best].loss:
+            ends[1 - best] = here
+            best = int(ends[0].loss > ends[1].loss)
+            continue
+        if here.slope * (ends[1 - best].t - ends[best].t) >= 0:
+            ends[1 - best] = ends[best]
+        ends[best] = here
+        if flat(here):
+            break
+    return ends[best]
 
 
-# -- gradients as a whole --------------------------------------------------------------------------
-
-
-def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2.0,
-                    error_if_nonfinite: bool = False, foreign: bool | None = None) -> Tensor:
-    """Scale all gradients by one factor, so that their joint norm is at most max_norm; returns
-    the norm before. Computed in float64: the squares of float32 overflow at 1e19."""
-    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    grads = [p.grad for p in parameters if p.grad is not None]
-    norms = [np.linalg.norm(g._array.astype(np.float64).ravel(), norm_type) for g in grads]
-    total = float(np.linalg.norm(norms, norm_type)) if norms else 0.0
-    if error_if_nonfinite and not math.isfinite(total):
-        raise RuntimeError(f"the norm of the gradients is {total}: clipping would spread it to "
-                           "every parameter. Look for a NaN or an overflow in the loss")
-    scale = max_norm / (total + 1e-6)
-    if not scale >= 1:  # NaN scales too, as in PyTorch
-        for g in grads:
-            with np.errstate(invalid="ignore"):  # inf * 0
-                g._array *= scale
-            touch(g, "clip_grad_norm_")
-    return tensor(total)
-
-
-def clip_grad_value_(parameters: Any, clip_value: float) -> None:
-    for p in [parameters] if isinstance(parameters, Tensor) else list(parameters):
-        if p.grad is not None:
-            np.clip(p.grad._array, -clip_value, clip_value, out=p.grad._array)
-            touch(p.grad, "clip_grad_value_")
-
-def parameters_to_vector(parameters: Iterable[Tensor]) -> Tensor:
-    return cat([p.reshape(-1) for p in parameters])
-
-@no_grad()
-def vector_to_parameters(vector: Tensor, parameters: Iterable[Tensor]) -> None:
-    start = 0
-    for p in parameters:
-        p.copy_(vector[start : start + p.numel()].reshape(p.shape))
-        start += p.numel()
+def cubic_minimum(a: Probe, b: Probe, low: float, high: float) -> float:
+    """Where the cubic with the losses and slopes at a and b is least, between low and high."""
+    a, b = sorted((a, b), key=lambda x: x.t)
+    with np.errstate(all="ignore"):
+        d1 = a.slope + b.slope - 3 * (a.loss - b.loss) / (a.t - b.t)
+        square = d1 * d1 - a.slope * b.slope
+        if not square >= 0:
+            return (low + high) / 2
+        d2 = np.sqrt(square)
+        t = b.t - (b.t - a.t) * ((b.slope + d2 - d1) / (b.slope - a.slope + 2 * d2))
+    return float(min(max(t, low), high))
 
 
 # -- learning-rate schedules -----------------------------------------------------------------------
@@ -5240,69 +5276,83 @@ def vector_to_parameters(vector: Tensor, parameters: Iterable[Tensor]) -> None:
 class LRScheduler:
     """Sets the learning rate of every group from the number of steps done.
 
-    A subclass gives `rate(base, step)`, a pure function; the schedule is then the same however
-    the run was cut into pieces."""
+    A subclass gives `rate(base, step, ...)`, the rate after so many steps of a group that began
+    with `base`: a pure function, so that the schedule is the same however the run was cut into
+    pieces. What follows base and step are the constructor's arguments."""
 
-    def __init__(self, optimizer: Any, last_epoch: int = -1) -> None:
-        self.optimizer, self.last_epoch = optimizer, last_epoch
-        for group in optimizer.param_groups:
+    chains = True
+    optimizer: Any
+    last_epoch: int
+    options: dict[str, Any] = {}
+    rate: Any
+    __signature__: inspect.Signature
+
+    def __init_subclass__(cls) -> None:
+        if "rate" in vars(cls):
+            cls.options = dict(list(arguments_of(cls.rate).items())[2:])
+            cls.__signature__ = signature({"optimizer": REQUIRED, **cls.options, "last_epoch": -1})
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        vars(self).update(bind(type(self).__name__, self.__signature__, args, options))
+        self.start()
+
+    def start(self) -> None:
+        for group in self.optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
-        self.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+        self.base_lrs = [group["initial_lr"] for group in self.optimizer.param_groups]
         self.step()
 
-    def rate(self, base: float, step: int) -> float:
-        raise NotImplementedError
-
     def rates(self, step: int) -> list[float]:
-        return [self.rate(base, step) for base in self.base_lrs]
+        options = {name: getattr(self, name) for name in self.options}
+        return [self.rate(base, step, **options) for base in self.base_lrs]
 
     def step(self, epoch: int | None = None) -> None:
+        """Where something else moved the rates since, as a second schedule does, and the schedule
+        `chains`, then they change by the ratio that the formula changes by."""
+        groups = self.optimizer.param_groups
+        found = [group["lr"] for group in groups]
+        old = (found if epoch is not None or not self.chains else
+               self.rates(self.last_epoch) if self.last_epoch >= 0 else self.base_lrs)
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
-        self.set_rates()
-
-    def set_rates(self) -> None:
-        for group, rate in zip(self.optimizer.param_groups, self.rates(self.last_epoch)):
-            group["lr"] = rate
+        for group, new, was, now in zip(groups, self.rates(self.last_epoch), old, found):
+            group["lr"] = new if now == was or not was else new / was * now
+        self._last_lr = self.get_last_lr()
 
     def get_last_lr(self) -> list[float]:
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items()
-                if k != "optimizer" and not callable(v)}
+        return {k: v for k, v in vars(self).items() if k not in ("optimizer", "lr_lambdas")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.__dict__.update(state_dict)
-        self.set_rates()
+        """Unlike PyTorch's, this sets the optimizer's rates too."""
+        vars(self).update(state_dict)
+        self.rates(self.last_epoch)  # OneCycleLR sets the momentum here
+        for group, rate in zip(self.optimizer.param_groups, self._last_lr):
+            group["lr"] = rate
 
 
-def schedule(name: str, rate: Callable[..., float]) -> Any:
-    """A scheduler from its formula: rate(base, step, ...) is the learning rate after so many
-    steps; what follows base and step are the constructor's arguments."""
-    parameters = list(inspect.signature(rate).parameters.values())[2:]
-    signature = inspect.Signature(
-        [*parameters, inspect.Parameter("last_epoch", inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                                        default=-1)])
+def per_group(optimizer: Any, value: Any) -> list:
+    """One value for each parameter group: those given, or the one for all."""
+    groups = len(optimizer.param_groups)
+    values = list(value) if isinstance(value, (list, tuple)) else [value] * groups
+    if len(values) != groups:
+        raise ValueError(f"{len(values)} values for {groups} parameter groups")
+    return values
 
-    def __init__(self: Any, optimizer: Any, *args: Any, **options: Any) -> None:
-        arguments = bind(name, signature, args, options)
-        last_epoch = arguments.pop("last_epoch")
-        self.__dict__.update(arguments)
-        LRScheduler.__init__(self, optimizer, last_epoch)
 
-    def rate_at(self: Any, base: float, step: int) -> float:
-        return rate(base, step, **{p.name: getattr(self, p.name) for p in parameters})
-
-    return type(name, (LRScheduler,), {"__init__": __init__, "rate": rate_at,
+def schedule(name: str, rate: Callable[..., float], chains: bool = True) -> Any:
+    return type(name, (LRScheduler,), {"rate": staticmethod(rate), "chains": chains,
                                        "__doc__": rate.__doc__, "__module__": __name__})
 
+def cosine(start: float, end: float, part: float) -> float:
+    """Half a cosine from start (part = 0) to end (part = 1)."""
+    return end + (start - end) * (1 + math.cos(math.pi * part)) / 2
 
-def cosine(base: float, low: float, part: float) -> float:
-    """Half a cosine from base (part = 0) down to low (part = 1)."""
-    return low + (base - low) * (1 + math.cos(math.pi * part)) / 2
+def line(start: float, end: float, part: float) -> float:
+    return start + (end - start) * part
 
-def warm_restarts(base: float, step: int, T_0: int, T_mult: int = 1,  # noqa: N803
-                  eta_min: float = 0.0) -> float:
+def warm_restarts(base: float, step: int, T_0: int, T_mult: int = 1, eta_min: float = 0.0) -> float:
     """Cosines of lengths T_0, T_0 T_mult, T_0 T_mult^2 ... (Loshchilov and Hutter, 2017)."""
     length = T_0
     while step >= length:
@@ -5316,32 +5366,37 @@ StepLR = schedule("StepLR", lambda base, step, step_size, gamma=0.1:
 MultiStepLR = schedule("MultiStepLR", lambda base, step, milestones, gamma=0.1:
                        base * gamma ** sum(step >= m for m in milestones))
 ExponentialLR = schedule("ExponentialLR", lambda base, step, gamma: base * gamma**step)
-LinearLR = schedule(
-    "LinearLR", lambda base, step, start_factor=1 / 3, end_factor=1.0, total_iters=5: base * (
-        start_factor + (end_factor - start_factor) * min(step, total_iters) / total_iters))
+ConstantLR = schedule("ConstantLR", lambda base, step, factor=1 / 3, total_iters=5:
+                      base * (factor if step < total_iters else 1))
+LinearLR = schedule("LinearLR", lambda base, step, start_factor=1 / 3, end_factor=1.0,
+                    total_iters=5: base * line(
+                        start_factor, end_factor, min(step, total_iters) / total_iters))
+PolynomialLR = schedule("PolynomialLR", lambda base, step, total_iters=5, power=1.0:
+                        base * (1 - min(step, total_iters) / total_iters) ** power)
 CosineAnnealingLR = schedule("CosineAnnealingLR", lambda base, step, T_max, eta_min=0.0:
                              cosine(base, eta_min, step / T_max))
-CosineAnnealingWarmRestarts = schedule("CosineAnnealingWarmRestarts", warm_restarts)
+CosineAnnealingWarmRestarts = schedule("CosineAnnealingWarmRestarts", warm_restarts, chains=False)
 
 
 class LambdaLR(LRScheduler):
     """The base rate times lr_lambda(step); one function, or one for each group."""
 
+    chains = False
+
     def __init__(self, optimizer: Any, lr_lambda: Any, last_epoch: int = -1) -> None:
-        self.lr_lambdas = list(lr_lambda) if isinstance(lr_lambda, (list, tuple)) else \
-            [lr_lambda] * len(optimizer.param_groups)
-        super().__init__(optimizer, last_epoch)
+        self.optimizer, self.last_epoch = optimizer, last_epoch
+        self.lr_lambdas = per_group(optimizer, lr_lambda)
+        self.start()
 
     def rates(self, step: int) -> list[float]:
-        return [base * f(step) for base, f in zip(self.base_lrs, self.lr_lambdas)]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {k: v for k, v in super().state_dict().items() if k != "lr_lambdas"}
+        return [base * factor(step) for base, factor in zip(self.base_lrs, self.lr_lambdas)]
 
 
 class OneCycleLR(LRScheduler):
     """Up to max_lr and down to almost nothing, while momentum goes the other way (Smith and
     Topin, 2019)."""
+
+    chains = False
 
     def __init__(self, optimizer: Any, max_lr: Any, total_steps: int | None = None,
                  epochs: int | None = None, steps_per_epoch: int | None = None,
@@ -5354,43 +5409,37 @@ class OneCycleLR(LRScheduler):
             if epochs is None or steps_per_epoch is None:
                 raise ValueError("OneCycleLR needs total_steps, or epochs and steps_per_epoch")
             total_steps = epochs * steps_per_epoch
-        self.total_steps, self.cos = total_steps, anneal_strategy == "cos"
-        groups = optimizer.param_groups
-        tops = list(max_lr) if isinstance(max_lr, (list, tuple)) else [max_lr] * len(groups)
+        if anneal_strategy not in ("cos", "linear"):
+            raise ValueError(f"anneal_strategy is 'cos' or 'linear', not {anneal_strategy!r}")
+        self.optimizer, self.last_epoch, self.total_steps = optimizer, last_epoch, total_steps
+        self.anneal_strategy = anneal_strategy
         up = pct_start * total_steps - 1
-        self.ends = [up, 2 * up, total_steps - 1] if three_phase else [up, total_steps - 1]
-        self.curves = []  # for each group: its rate at the ends of the phases
-        for group, top in zip(groups, tops):
-            start = group["initial_lr"] = top / div_factor
-            last = start / final_div_factor
-            self.curves.append([start, top, start, last] if three_phase else [start, top, last])
-        self.cycle_momentum, low, high = cycle_momentum, base_momentum, max_momentum
-        self.momenta = [high, low, high, high] if three_phase else [high, low, high]
-        super().__init__(optimizer, last_epoch)
+        self.ends = [0.0, up, *[2 * up] * three_phase, total_steps - 1]  # of the phases
+        self.curves = []  # for each group: its rate at these steps
+        for group, top in zip(optimizer.param_groups, per_group(optimizer, max_lr)):
+            low = group["initial_lr"] = top / div_factor
+            self.curves.append([low, top, *[low] * three_phase, low / final_div_factor])
+        self.momenta = [max_momentum, base_momentum, *[max_momentum] * three_phase, max_momentum]
+        self.cycle_momentum = cycle_momentum
+        self.start()
 
-    def at(self, step: int, values: list[float]) -> float:
-        start = 0.0
-        for end, a, b in zip(self.ends, values, values[1:]):
-            if step <= end or end == self.ends[-1]:
-                part = (step - start) / (end - start)
-                return cosine(a, b, part) if self.cos else a + (b - a) * part
-            start = end
-        raise AssertionError("unreachable: the last phase takes every step")
+    def at(self, step: int, curve: list[float]) -> float:
+        phase = min(sum(step > end for end in self.ends[1:]), len(self.ends) - 2)
+        begin, end = self.ends[phase : phase + 2]
+        move = cosine if self.anneal_strategy == "cos" else line
+        return move(curve[phase], curve[phase + 1], (step - begin) / (end - begin))
 
     def rates(self, step: int) -> list[float]:
         if step > self.total_steps:
             raise ValueError(f"OneCycleLR was made for {self.total_steps} steps, this is one more")
-        if self.cycle_momentum:
-            for group in self.optimizer.param_groups:
-                momentum = self.at(step, self.momenta)
-                if "betas" in group:
-                    group["betas"] = (momentum, *group["betas"][1:])
-                else:
-                    group["momentum"] = momentum
+        for group in self.optimizer.param_groups if self.cycle_momentum else ():
+            momentum = self.at(step, self.momenta)
+            group.update({"betas": (momentum, *group["betas"][1:])} if "betas" in group
+                         else {"momentum": momentum})
         return [self.at(step, curve) for curve in self.curves]
 
 
-class SequentialLR:
+class SequentialLR(LRScheduler):
     """One schedule after the other, each counting its steps from its milestone."""
 
     def __init__(self, optimizer: Any, schedulers: Sequence[Any], milestones: Sequence[int],
@@ -5401,71 +5450,62 @@ class SequentialLR:
         self.milestones, self.last_epoch = list(milestones), last_epoch
         self.step()
 
-    def step(self) -> None:
-        self.last_epoch += 1
+    def step(self, epoch: int | None = None) -> None:
+        self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
         current = sum(self.last_epoch >= m for m in self.milestones)
-        start = self.milestones[current - 1] if current else 0
-        schedule = self.schedulers[current]
-        schedule.last_epoch = self.last_epoch - start - 1
-        schedule.step()
+        begin = [0, *self.milestones][current]
+        self.schedulers[current].step(
+            self.last_epoch - begin if epoch is not None or self.last_epoch == begin else None)
+        self._last_lr = self.get_last_lr()
 
-    get_last_lr = LRScheduler.get_last_lr
+    def rates(self, step: int) -> list[float]:
+        return self._last_lr
 
     def state_dict(self) -> dict[str, Any]:
-        return {"last_epoch": self.last_epoch,
-                "schedulers": [s.state_dict() for s in self.schedulers]}
+        return {**super().state_dict(), "schedulers": [s.state_dict() for s in self.schedulers]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.last_epoch = state_dict["last_epoch"]
-        for schedule, state in zip(self.schedulers, state_dict["schedulers"]):
-            schedule.load_state_dict(state)
-        self.schedulers[sum(self.last_epoch >= m for m in self.milestones)].set_rates()
+        for scheduler, state in zip(self.schedulers, state_dict["schedulers"]):
+            scheduler.load_state_dict(state)
+        super().load_state_dict({**state_dict, "schedulers": self.schedulers})
 
 
-class ReduceLROnPlateau:
+class ReduceLROnPlateau(LRScheduler):
     """Multiply the rates by `factor` when the metric has not improved for `patience` steps."""
 
     def __init__(self, optimizer: Any, mode: str = "min", factor: float = 0.1, patience: int = 10,
                  threshold: float = 1e-4, threshold_mode: str = "rel", cooldown: int = 0,
                  min_lr: Any = 0.0, eps: float = 1e-8) -> None:
-        self.optimizer, self.mode, self.factor, self.patience = optimizer, mode, factor, patience
-        self.threshold, self.threshold_mode, self.cooldown = threshold, threshold_mode, cooldown
-        self.eps = eps
-        self.min_lrs = list(min_lr) if isinstance(min_lr, (list, tuple)) else \
-            [min_lr] * len(optimizer.param_groups)
-        self.best: float | None = None
+        if mode not in ("min", "max") or threshold_mode not in ("rel", "abs") or not factor < 1:
+            raise ValueError("ReduceLROnPlateau takes mode 'min' or 'max', threshold_mode 'rel' or "
+                             f"'abs', and a factor below 1, not {mode}, {threshold_mode}, {factor}")
+        self.optimizer, self.factor, self.patience, self.eps = optimizer, factor, patience, eps
+        self.mode, self.threshold, self.threshold_mode = mode, threshold, threshold_mode
+        self.cooldown, self.min_lrs = cooldown, per_group(optimizer, min_lr)
+        self.best = math.inf if mode == "min" else -math.inf
         self.num_bad_epochs = self.cooldown_counter = self.last_epoch = 0
+        self._last_lr = self.get_last_lr()
 
-    def better(self, value: float) -> bool:
-        if self.best is None:
-            return True
-        sign = 1 if self.mode == "max" else -1
-        margin = self.threshold * (abs(self.best) if self.threshold_mode == "rel" else 1)
-        if self.threshold_mode == "rel" and self.best < 0:
-            margin = -self.threshold * abs(self.best)  # best * (1 + threshold), as PyTorch
-        return sign * value > sign * self.best + margin
-
-    def step(self, metrics: Any) -> None:
-        value, self.last_epoch = float(metrics), self.last_epoch + 1
-        if self.better(value):
+    def step(self, metrics: Any, epoch: int | None = None) -> None:  # type: ignore[override]
+        value, up = float(metrics), 1 if self.mode == "max" else -1
+        margin = up * self.threshold
+        if up * value > up * (self.best * (1 + margin) if self.threshold_mode == "rel"
+                              else self.best + margin):
             self.best, self.num_bad_epochs = value, 0
         else:
             self.num_bad_epochs += 1
         if self.cooldown_counter > 0:
-            self.cooldown_counter -= 1
-            self.num_bad_epochs = 0
+            self.cooldown_counter, self.num_bad_epochs = self.cooldown_counter - 1, 0
         if self.num_bad_epochs > self.patience:
+            self.cooldown_counter, self.num_bad_epochs = self.cooldown, 0
             for group, least in zip(self.optimizer.param_groups, self.min_lrs):
                 lower = max(group["lr"] * self.factor, least)
                 if group["lr"] - lower > self.eps:
                     group["lr"] = lower
-            self.cooldown_counter, self.num_bad_epochs = self.cooldown, 0
+        self.last_epoch, self._last_lr = self.last_epoch + 1, self.get_last_lr()
 
-    get_last_lr = LRScheduler.get_last_lr
-    state_dict = LRScheduler.state_dict
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.__dict__.update(state_dict)
+    def rates(self, step: int) -> list[float]:
+        return self._last_lr
 
 
 # =================================================================================================

@@ -72,12 +72,12 @@ def test_float32_stays_float32(name):
     for p in params:
         assert p.dtype == md.float32 and p.is_leaf and p.requires_grad
     for state in optimizer.state.values():
-        assert all(v.dtype == np.float32 for v in state.values() if isinstance(v, np.ndarray))
+        assert all(v.dtype == np.float32 for v in state.values() if isinstance(v, md.Tensor))
 
 
 def test_every_optimizer_and_schedule_is_tested():
     public = {n for n, v in vars(md.optim).items() if isinstance(v, type)}
-    assert public - {"Optimizer"} - driven() <= set(RULES)
+    assert public - {"Optimizer", "Rule"} - driven() <= set(RULES)
     schedules = {n for n, v in vars(md.optim.lr_scheduler).items() if isinstance(v, type)}
     assert schedules - {"LRScheduler"} - driven() <= {name for name, _ in SCHEDULES}
 
@@ -122,11 +122,132 @@ def test_state_is_a_copy_when_loaded():
     train(md, optimizer, params, 2)
     other = md.optim.SGD(params, lr=0.1)
     other.load_state_dict(optimizer.state_dict())
-    before = other.state[params[0]]["momentum_buffer"].copy()
+    before = other.state[params[0]]["momentum_buffer"].clone()
     train(md, optimizer, params, 2)
-    np.testing.assert_array_equal(other.state[params[0]]["momentum_buffer"], before)
+    assert md.equal(other.state[params[0]]["momentum_buffer"], before)
     with pytest.raises(ValueError, match=r"\[4\].*\[1\]|\[1\].*\[4\]"):
         md.optim.SGD(params[:1]).load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("name", [*RULES, "RMSprop", "Adadelta"])
+def test_large_and_strided_parameters(name):
+    """Parameters of several pieces, parameters and gradients whose elements lie in another order,
+    and a state that comes from PyTorch."""
+    a, g = normal(300, 500), normal(300, 500, seed=1)
+    theirs = [torch.nn.Parameter(torch.tensor(x)) for x in (a, a, a[:, :30].copy())]
+    ours = [nn.Parameter(md.tensor(x)) for x in (a, a, a[:, :30].copy())]
+    ours[1].data = md.from_numpy(np.asfortranarray(a))
+    options = {"weight_decay": 0.1, **({"momentum": 0.9} if name in ("SGD", "RMSprop") else {})}
+    for m, params in ((md, ours), (torch, theirs)):
+        optimizer = getattr(m.optim, name)(params, **options)
+        for p in params:
+            p.grad = make(m, g[:, : p.shape[1]], False)
+        if m is md:
+            params[0].grad = md.from_numpy(np.asfortranarray(g))
+        optimizer.step()
+        optimizer.step()
+    state = {"param_groups": optimizer.state_dict()["param_groups"], "state": {
+        i: {k: md.from_numpy(v.numpy()) for k, v in s.items()}
+        for i, s in optimizer.state_dict()["state"].items()}}
+    other = getattr(md.optim, name)(ours, **options)
+    other.load_state_dict(state)
+    optimizer.step()
+    other.step()
+    for p, q in zip(ours, theirs):
+        np.testing.assert_allclose(p.detach().numpy(), q.detach().numpy(), 2e-5, 2e-6)
+    ours[1].grad = md.ones(5)
+    with pytest.raises(ValueError, match=r"differ in shape: \(300, 500\), \(5,\)"):
+        other.step()
+
+
+def sign_optimizer(m):
+    class Lion(m.optim.Optimizer):  # as written for PyTorch
+        def __init__(self, params, lr=1e-2, beta=0.9):
+            super().__init__(params, dict(lr=lr, beta=beta))
+
+        @m.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is None:
+                        continue
+                    state = self.state[p]
+                    if not state:
+                        state["mean"] = m.zeros_like(p)
+                    state["mean"].mul_(group["beta"]).add_(p.grad, alpha=1 - group["beta"])
+                    p.add_(m.sign(state["mean"]), alpha=-group["lr"])
+
+    return Lion
+
+
+def test_optimizers_of_ones_own():
+    results = []
+    for m in (md, torch):
+        params = problem(m)
+        optimizer = sign_optimizer(m)(params, lr=0.03)
+        train(m, optimizer, params, 5)
+        again = sign_optimizer(m)(params, lr=7.0)
+        again.load_state_dict(optimizer.state_dict())
+        train(m, again, params, 5)
+        results.append(params)
+    for ours, theirs in zip(*results):
+        close(ours, theirs)
+
+    class Lion(md.optim.Rule):
+        @staticmethod
+        def rule(p, g, step, mean, lr=0.01, beta=0.9):
+            mean *= beta
+            mean += g * (1 - beta)
+            p -= np.sign(mean) * lr
+
+    params = problem(md)
+    optimizer = Lion(params, 0.03)
+    for _ in range(2):
+        train(md, optimizer, params, 5)
+    for ours, theirs in zip(params, results[1]):
+        close(ours, theirs)
+
+
+@pytest.mark.parametrize("max_iter", [1, 4])
+def test_lbfgs_where_the_loss_is_a_line(max_iter):
+    """The cubic through two points of a line has no minimum: PyTorch goes to the bound."""
+    found = []
+    for m in (md, torch):
+        w = m.nn.Parameter(m.zeros(1))
+        optimizer = m.optim.LBFGS([w], max_iter=max_iter, line_search_fn="strong_wolfe")
+
+        def closure(optimizer=optimizer, w=w):
+            optimizer.zero_grad()
+            loss = (w * -0.5).sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        found.append(w)
+    close(*found)
+
+
+def test_lbfgs_goes_on_from_a_file(tmp_path):
+    w = nn.Parameter(md.tensor(normal(4).astype("float64")))
+    target = md.tensor(normal(4, seed=1).astype("float64"))
+
+    def step(optimizer, w):
+        def closure():
+            optimizer.zero_grad()
+            loss = ((w - target) ** 4).sum() + (w * w.roll(1, 0)).sum().square()
+            loss.backward()
+            return loss
+        return optimizer.step(closure).item()
+
+    optimizer = md.optim.LBFGS([w], max_iter=3)
+    step(optimizer, w)
+    md.save({"w": w, "optimizer": optimizer.state_dict()}, tmp_path / "x")
+    state = md.load(tmp_path / "x")
+    copy = nn.Parameter(state["w"])
+    other = md.optim.LBFGS([copy], max_iter=3)
+    other.load_state_dict(state["optimizer"])
+    for _ in range(3):
+        assert step(optimizer, w) == step(other, copy)
 
 
 def test_closure_and_named_parameters():
@@ -164,6 +285,7 @@ def test_refusals():
         (lambda: md.optim.Adam([w], eps=-1), "eps"),
         (lambda: md.optim.SGD([w], nesterov=True), "Nesterov"),
         (lambda: md.optim.SGD([w], weight_decay=-1), "weight_decay"),
+        (lambda: md.optim.SGD([{"params": [w], "lr": math.nan}]), "lr must lie in"),
         (lambda: md.optim.SGD([w * 2]), "leaf"), (lambda: md.optim.SGD([1.0]), "leaf"),
         (lambda: md.optim.SGD([{"params": [w]}, {"params": [w]}]), "more than one group"),
     ):
@@ -174,6 +296,7 @@ def test_refusals():
 # -- schedules -------------------------------------------------------------------------------------
 
 SCHEDULES = [("StepLR", {"step_size": 7, "gamma": 0.5}), ("StepLR", {"step_size": 30}),
+             ("ConstantLR", {"total_iters": 9}), ("PolynomialLR", {"total_iters": 50, "power": 2}),
              ("CosineAnnealingLR", {"T_max": 50}), ("CosineAnnealingLR", {"T_max": 20,
                                                                           "eta_min": 0.01})]
 
@@ -198,6 +321,34 @@ def test_schedule(i):
                 schedule = getattr(m.optim.lr_scheduler, name)(optimizer, **options)
                 schedule.load_state_dict(state)
     np.testing.assert_allclose(*rates, rtol=1e-9, atol=1e-12)
+
+
+def test_schedules_that_act_together():
+    """Two at once multiply, a change by hand stays, and both survive a restart."""
+    paths = []
+    for m in (md, torch):
+        def start(m=m):
+            optimizer = m.optim.SGD([m.nn.Parameter(m.ones(2))], lr=0.5)
+            s = m.optim.lr_scheduler
+            return optimizer, [s.ExponentialLR(optimizer, 0.9), s.LinearLR(optimizer, 0.1),
+                               s.MultiStepLR(optimizer, [4, 30])]
+
+        optimizer, schedules = start()
+        paths.append([])
+        for step in range(40):
+            if step == 20:
+                optimizer.param_groups[0]["lr"] *= 3
+            if step == 25:
+                states = optimizer.state_dict(), [s.state_dict() for s in schedules]
+                optimizer, schedules = start()
+                optimizer.load_state_dict(states[0])
+                for schedule, state in zip(schedules, states[1]):
+                    schedule.load_state_dict(state)
+            optimizer.step()
+            for schedule in schedules:
+                schedule.step()
+            paths[-1].append(optimizer.param_groups[0]["lr"])
+    np.testing.assert_allclose(*paths, rtol=1e-9)
 
 
 # -- gradients as a whole --------------------------------------------------------------------------
@@ -228,3 +379,13 @@ def test_clip_grad_value_and_vectors():
     for ours, theirs in zip(*results):
         close(ours, theirs)
     assert md.nn.utils.clip_grad_norm_(nn.Parameter(md.ones(1)), 1.0).item() == 0
+
+
+@pytest.mark.parametrize("dtype, size", [("float32", 1e25), ("float32", 1e-25), ("float32", 0.0),
+                                         ("float16", 1e4), ("float64", 1e100)])
+def test_clip_grad_norm_at_the_ends(dtype, size):
+    p = nn.Parameter(md.ones(300, dtype=getattr(md, dtype)))
+    p.grad = md.full((300,), size, dtype=p.dtype)
+    total = nn.utils.clip_grad_norm_(p, 1.0).item()
+    expected = float(np.sqrt(300)) * float(np.array(size, dtype))
+    assert math.isclose(total, expected, rel_tol=1e-5)
