@@ -7534,6 +7534,8 @@ def arguments() -> argparse.ArgumentParser:
     data.add_argument("names", nargs="*", metavar="NAME", help="fetch and describe these")
     data.add_argument("--data-dir", metavar="DIR", help="where the files are")
     commands.add_parser("serve", help="a parameter server; the other commands start it")
+    commands.add_parser("conformance", help="test a worker of your own against PROTOCOL.md",
+                        add_help=False)
     return parser
 
 
@@ -7542,6 +7544,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     tune()
     if argv[:1] == ["launch"]:
         return companion("transports", "launch").main(argv[1:], this_command("serve"))
+    if argv[:1] == ["conformance"]:
+        return companion("transports", "conformance").main(argv[1:])
     flags = arguments().parse_args(argv)
     if flags.command == "serve" and os.environ.get("MINIDIST_ROLE") == "server":
         serve()

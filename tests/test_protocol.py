@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vectors
-from minidist_transports import Config, ProtocolError, packets
+from minidist_transports import Config, ProtocolError, conformance, packets
 from minidist_transports import protocol as p
 from minidist_transports.reliability import Endpoint
 
@@ -654,6 +654,7 @@ HERE, THERE = "test_protocol.py", "test_transports.py"
 RULES = {
     "2-1": (HERE, "test_numbers_fit_a_double"),
     "2-2": (HERE, "test_negative_vectors"),
+    "2-3": (THERE, "test_P7_silent_connections_keep_nobody_waiting"),
     "3-1": (HERE, "test_P6_transcripts_in_pieces_of_any_size"),
     "3-2": (THERE, "test_D1_kill_9_is_seen_by_all_at_once"),
     "3-3": (THERE, "test_a_send_given_up_half_way_ends_the_connection"),
@@ -676,6 +677,8 @@ RULES = {
     "7-1": (HERE, "test_P37_fields_of_any_bytes"),
     "7-2": (HERE, "test_P31_elements"),
     "8-1": (HERE, "test_after_goodbye_nothing_is_said"),
+    "8-2": (HERE, "test_negative_vectors"),
+    "9.1-1": (HERE, "test_negative_vectors"),
     "9.2-1": (THERE, "test_P27_the_same_rank_twice_is_refused"),
     "9.2-2": (HERE, "test_P6_transcripts_in_pieces_of_any_size"),
     "9.2-3": (THERE, "test_all_nodes_dial_each_other_at_once_and_nobody_hears_of_it"),
@@ -700,6 +703,8 @@ RULES = {
     "9.6-1": (THERE, "test_on_lost_lets_the_others_go_on"),
     "9.6-2": (THERE, "test_on_lost_lets_the_others_go_on"),
     "9.6-3": (THERE, "test_D1_kill_9_is_seen_by_all_at_once"),
+    "9.7-1": ("test_partner.py", "test_workers_that_keep_the_rules"),
+    "13-1": ("test_partner.py", "test_workers_that_keep_the_rules"),
 }
 
 
@@ -713,6 +718,9 @@ def test_every_rule_of_the_document_has_a_test():
     for paragraph in re.split(r"\n\n|\n(?=- )", document):
         if re.search(r"\bMUST\b", paragraph) and not paragraph.startswith("- [MDP-"):
             assert paragraph.startswith("MUST, MUST NOT, SHOULD and MAY are"), paragraph
+    known = set(re.findall(r"^- \[MDP-([\d.]+-\d+)\]", document, re.M))
+    for stage in conformance.STAGES:
+        assert set(stage.rules.split()) <= known, stage
     for rule, (name, test) in RULES.items():
         source = (ROOT / "tests" / name).read_text()
         assert f"def {test}(" in source, f"MDP-{rule} names {test}"

@@ -166,7 +166,7 @@ class Connection:
 
     def close(self, now: float) -> None:
         """End in order: deliver what was written, then say so, within CLOSE_LIMIT."""
-        if self.state == OPENING:
+        if self.state in (OPENING, ACCEPTED):
             self.state = CLOSED
         elif self.state == OPEN and not self.closing:
             self.closing, self.limit = True, now + CLOSE_LIMIT

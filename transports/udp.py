@@ -210,7 +210,7 @@ class UdpDriver(Driver):
             wait = self.timeout(now)
             self.endpoint.news.clear()
             self.endpoint.accepted.clear()
-            select.select([self.socket], [], [], limit - now if wait is None else wait)
+            select.select([self.socket], [], [], min(limit - now, inf if wait is None else wait))
         self.socket.close()
         self.socket = None
 

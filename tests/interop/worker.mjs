@@ -206,6 +206,7 @@ class Session {
     }
     const greeting = Buffer.concat([...theirs, yield 60]);
     if (this.side === "A") this.stream.send(this.greeting);
+    this.answered = this.side === "A";
     const check = (good, name, what) => good || broken(name, `the other side has another ${what}`);
     check(greeting[4] === 1, "VERSION", "major version");
     check(greeting[6] === (this.side === "D" ? 0x41 : 0x44), "NOT_MINIDIST", "side");
@@ -348,10 +349,8 @@ class Session {
   }
 
   fail(error) {                             // strangers are told nothing [5-2]
-    const open = this.state === "open", greeted = this.state !== "greeting" || this.side === "A";
-    if (greeted && error.code !== CODES.NOT_MINIDIST) {
-      this.say("ERROR", [error.code, error.message]);
-    }
+    const open = this.state === "open";
+    if (this.state !== "greeting" || this.answered) this.say("ERROR", [error.code, error.message]);
     this.close();
     if (open) this.node.lose(this.link, error.code, error.message);
     else this.node.missed(this, error.code, error.message);
@@ -762,7 +761,8 @@ class UdpStream {                           // one connection
     clearTimeout(this.timer);
     const at = now(), due = { opening: () => this.dial(at), open: () => this.flush(at),
       accepted: () => at > this.limit ? this.endpoint.forget(this) : this.limit,
-      closing: () => this.sayClose(at), draining: () => this.sayClose(at) }[this.state]?.();
+      closing: () => this.sayClose(at), draining: () => this.sayClose(at),
+      closed: () => this.endpoint.forget(this) }[this.state]();
     if (!(due < Infinity)) return;
     this.timer = setTimeout(() => this.run(), Math.max(1, 1000 * (due - now())));
   }
@@ -949,7 +949,8 @@ const Udp = {                               // one socket for all connections
     this.connections.delete(stream.id.toString("hex"));
   },
   async close() {
-    while ([...this.connections.values()].some(each => each.state !== "closed")) await sleep(0.01);
+    for (const stream of this.half.values()) this.forget(stream);
+    while (this.connections.size) await sleep(0.01);
     this.socket.close();
   },
 };
@@ -1080,7 +1081,8 @@ class Node {
       for (let i = 0; i < values[0]; i++) {
         const [node, , incarnation, address] = [
           cursor.u32(), cursor.u8(), cursor.u32(), cursor.text()];
-        if (this.links[node]) Object.assign(this.links[node], { incarnation, address });
+        if (!this.links[node]) broken("WRONG_NODE", `a roster with node ${node}`);
+        Object.assign(this.links[node], { incarnation, address });
       }
       this.ready = true;
       return this.changed();
@@ -1535,6 +1537,17 @@ const PROGRAMS = {
         }
         await group.barrier();
       }
+    }
+  },
+  async conformance(group) {                // [13]
+    for (;;) {
+      const count = new BigInt64Array(1);
+      await group.broadcast(count, 1 - group.rank);
+      const n = Number(count[0]);
+      if (n < 0) return;
+      await group.all_reduce(Float32Array.from({ length: n }, (_, i) => i % 1000 / 7 + group.rank));
+      await group.all_gather(Float32Array.from({ length: n }, (_, i) => i + group.rank));
+      await group.barrier();
     }
   },
   async mismatch(group) {                   // worker.py sums more elements

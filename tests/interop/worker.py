@@ -52,6 +52,21 @@ def each_collective(name, count):
         yield "reduce_scatter", x
 
 
+def conformance():
+    """The program of `minidist conformance`."""
+    rank = dist.get_rank()
+    while True:
+        n = np.empty(1, "i8")
+        dist.broadcast(n, 1 - rank)
+        if n < 0:
+            return
+        x = (np.arange(n[0]) % 1000 / 7 + rank).astype("f4")
+        dist.all_reduce(x)
+        y = (np.arange(n[0]) + rank).astype("f4")
+        dist.all_gather([y.copy(), y.copy()], y)
+        dist.barrier()
+
+
 def mismatch():
     dist.all_reduce(np.zeros(5, "f4"))
 
