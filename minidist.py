@@ -5597,15 +5597,25 @@ class RandomSampler(SequentialSampler):
     """A new order every epoch; the order is a function of (seed, epoch), so that two loaders
     with one seed, and all ranks of a distributed run, agree epoch by epoch."""
 
-    def __init__(self, data_source: Any, generator: Generator | None = None) -> None:
+    def __init__(self, data_source: Any, replacement: bool = False, num_samples: int | None = None,
+                 generator: Generator | None = None) -> None:
         super().__init__(data_source)
+        self.replacement = replacement
+        self.num_samples = len(data_source) if num_samples is None else num_samples
         self.seed = int(rng(generator).integers(2**63))
         self.epoch = 0
 
     def __iter__(self) -> Iterator[int]:
-        order = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.data_source))
+        draw = np.random.default_rng([self.seed, self.epoch])
         self.epoch += 1
-        return iter(order.tolist())
+        n = len(self.data_source)
+        if self.replacement:
+            return iter(draw.integers(n, size=self.num_samples).tolist())
+        rounds = range(0, self.num_samples, max(n, 1))
+        return iter([i for _ in rounds for i in draw.permutation(n).tolist()][: self.num_samples])
+
+    def __len__(self) -> int:
+        return self.num_samples
 
 
 class WeightedRandomSampler(Sampler):
@@ -5627,6 +5637,9 @@ class WeightedRandomSampler(Sampler):
 
 class SubsetRandomSampler(RandomSampler):
     """The given indices in random order."""
+
+    def __init__(self, indices: Sequence[int], generator: Generator | None = None) -> None:
+        super().__init__(indices, generator=generator)
 
     def __iter__(self) -> Iterator[int]:
         return (self.data_source[i] for i in super().__iter__())
@@ -5712,22 +5725,30 @@ def default_collate(samples: Sequence[Any]) -> Any:
 
 class DataLoader:
     """Batches of a dataset, in order or shuffled anew every epoch. With num_workers, threads
-    fetch the next batches meanwhile; the random numbers they draw depend on the batch alone."""
+    fetch the next batches meanwhile; the random numbers they draw depend on the batch alone.
+    (Without meaning here: pin_memory, timeout, multiprocessing_context, persistent_workers,
+    pin_memory_device; batches always come in order.)"""
 
-    def __init__(self, dataset: Any, batch_size: int = 1, shuffle: bool = False,
+    def __init__(self, dataset: Any, batch_size: int | None = 1, shuffle: bool | None = False,
                  sampler: Any = None, batch_sampler: Any = None, num_workers: int = 0,
                  collate_fn: Callable[[list], Any] | None = None, pin_memory: bool = False,
-                 drop_last: bool = False, generator: Generator | None = None,
-                 prefetch_factor: int = 2, **ignored: Any) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+                 drop_last: bool = False, timeout: float = 0, worker_init_fn: Any = None,
+                 multiprocessing_context: Any = None, generator: Generator | None = None, *,
+                 prefetch_factor: int | None = 2, persistent_workers: bool = False,
+                 pin_memory_device: str = "", in_order: bool = True) -> None:
+        if batch_size is None or batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, not {batch_size}; for samples one "
+                             "by one, iterate over the dataset itself")
         if sampler is not None and shuffle:
             raise ValueError("a sampler decides the order: leave out shuffle")
+        if isinstance(dataset, IterableDataset) and (shuffle or sampler or batch_sampler):
+            raise ValueError("an IterableDataset has its own order: leave out shuffle and samplers")
         if sampler is None:
-            sampler = RandomSampler(dataset, generator) if shuffle else SequentialSampler(dataset)
+            sampler = (RandomSampler(dataset, generator=generator) if shuffle else
+                       SequentialSampler(dataset))
         self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
-        self.sampler, self.num_workers = sampler, num_workers
-        self.ahead = num_workers * prefetch_factor
+        self.sampler, self.num_workers, self.worker_init_fn = sampler, num_workers, worker_init_fn
+        self.ahead = num_workers * (prefetch_factor or 2)
         self.batch_sampler = batch_sampler or BatchSampler(sampler, batch_size, drop_last)
         self.collate_fn = collate_fn or default_collate
 
@@ -5751,7 +5772,9 @@ class DataLoader:
             _generator.set(Generator().manual_seed([seed, number]))
             return self.fetch(indices)
 
-        with ThreadPoolExecutor(self.num_workers) as pool:
+        ids = itertools.count()
+        start = self.worker_init_fn and (lambda: self.worker_init_fn(next(ids)))
+        with ThreadPoolExecutor(self.num_workers, initializer=start) as pool:
             pending: collections.deque = collections.deque()
             for number, indices in enumerate(self.batch_sampler):
                 context = contextvars.copy_context()
@@ -5778,7 +5801,13 @@ HEADER_LIMIT = 100_000_000  # bytes; the limit of the reference implementation
 
 def save(obj: Any, path: Any) -> None:
     """Write a state to a safetensors file. A flat dict of tensors becomes the file that other
-    programs expect; numbers, strings, lists and nested dicts go into its metadata as JSON.
+    programs expect; numbers, strings, lists and nested dicts go into its metadata as JSON, and
+    the tensors inside are named by their path: {"model": model.state_dict()} has "model.0.weight".
+    PyTorch reads that with
+
+        state = safetensors.torch.load_file(path)
+        model.load_state_dict({name.removeprefix("model."): tensor
+                               for name, tensor in state.items() if name.startswith("model.")})
 
     The file appears under its name only when it is complete."""
     tensors: dict[str, np.ndarray] = {}
@@ -5818,31 +5847,30 @@ def save(obj: Any, path: Any) -> None:
 
 
 def flattened(value: Any, path: str, tensors: dict[str, np.ndarray]) -> Any:
-    """A JSON tree in which each tensor is replaced by its name in `tensors`."""
+    """The value as JSON. A tensor is replaced by its name in `tensors`, as {"$tensor": name};
+    {"$tuple": ...}, {"$dtype": ...} and {"$dict": ...} are what JSON does not know either."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, np.dtype):
+        return {"$dtype": value.name}
     if isinstance(value, (Tensor, np.ndarray)):
         name = path or "tensor"
         while name in tensors or name == "__metadata__":
             name += "_"
         tensors[name] = to_array(value)
-        return {"tensor": name}
-    if isinstance(value, dict):
-        prefix = path + "." if path else ""
-        keys = [[type(k).__name__, k] for k in value]
-        if any(kind not in ("str", "int", "float", "bool") for kind, _ in keys):
-            raise TypeError(f"{path or 'the state'} has a key that is neither text nor a number")
-        return {"dict": [[k, flattened(v, f"{prefix}{k}", tensors)] for k, v in value.items()]}
+        return {"$tensor": name}
+    prefix = path and path + "."
     if isinstance(value, (list, tuple)):
-        prefix = path + "." if path else ""
         items = [flattened(v, f"{prefix}{i}", tensors) for i, v in enumerate(value)]
-        return {type(value).__name__ if type(value) in (list, tuple) else "list": items}
-    if isinstance(value, np.generic):
-        value = value.item()
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return {"value": value}
-    if isinstance(value, np.dtype):
-        return {"dtype": value.name}
+        return {"$tuple": items} if type(value) is tuple else items
+    if isinstance(value, dict) and all(isinstance(k, (str, int, float)) for k in value):
+        items = [[k, flattened(v, f"{prefix}{k}", tensors)] for k, v in value.items()]
+        plain = all(isinstance(k, str) and not k.startswith("$") for k in value)
+        return dict(items) if plain else {"$dict": items}
     raise TypeError(f"cannot save {path or 'this'}: a {type(value).__name__} is not a tensor, "
-                    "number, string, list or dict of these")
+                    "number or string, nor a list or dict of these (keys: text and numbers)")
 
 
 def load(path: Any, map_location: Any = None, weights_only: bool = True) -> Any:
@@ -5857,6 +5885,11 @@ def load(path: Any, map_location: Any = None, weights_only: bool = True) -> Any:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, HEADER_LIMIT):
+            file.seek(0)
+            if file.read(2)[:1] in (b"P", b"\x80"):  # a zip archive ("PK"), a pickle
+                raise broken("it looks like one of torch.save's, which may run code when read. In "
+                             "PyTorch, safetensors.torch.save_file(torch.load(path), new_path) "
+                             "writes a dict of tensors as safetensors")
             raise broken(f"it has {size} bytes and claims a header of {length}")
         try:
             header = json.loads(file.read(length))
@@ -5894,25 +5927,25 @@ def load(path: Any, map_location: Any = None, weights_only: bool = True) -> Any:
     if "minidist" not in metadata:
         return {name: tensors[name] for name in header}
     try:
-        return restored(json.loads(metadata["minidist"]), tensors)
+        return json.loads(metadata["minidist"],
+                          object_hook=lambda item: restored(item, tensors))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise broken(f"its metadata cannot be read ({error!r})") from None
 
 
-def restored(tree: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
-    (kind, value), = tree.items()
-    if kind == "tensor":
-        return tensors[value]
-    if kind == "dict":
-        return {key: restored(item, tensors) for key, item in value}
-    if kind in ("list", "tuple"):
-        items = [restored(item, tensors) for item in value]
-        return tuple(items) if kind == "tuple" else items
-    if kind == "dtype" and np.dtype(value).kind in CATEGORY:
+def restored(item: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+    """One JSON object read back: a dict, or what `flattened` wrote for something else."""
+    kind = next(iter(item), "")
+    if not kind.startswith("$"):
+        return item
+    value = item[kind]
+    if kind == "$dtype" and np.dtype(value).kind in CATEGORY:
         return np.dtype(value)
-    if kind == "value":
-        return value
-    raise ValueError(f"unknown kind {kind!r}")
+    if kind == "$tensor":
+        return tensors[value]
+    if kind not in ("$tuple", "$dict"):
+        raise ValueError(f"unknown kind {kind}")
+    return tuple(value) if kind == "$tuple" else dict(value)
 
 
 # -- datasets --------------------------------------------------------------------------------------
@@ -5946,7 +5979,7 @@ def companion(folder: str, module: str) -> ModuleType:
         if error.name != package:
             raise
         raise ModuleNotFoundError(f"minidist's folder {folder}/ is needed: copy it to "
-                                  f"{place.parent}, or `pip install minidist`") from None
+                                  f"{place.parent}, or `pip install .` in a checkout") from None
 
 
 def make_segments() -> list[tuple[np.ndarray, np.ndarray]]:
@@ -5966,16 +5999,19 @@ def make_segments() -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 class Progress:
-    """A progress bar: tqdm's where that is installed, else one line that is written over."""
+    """A progress bar: tqdm's where that is installed, else one line that is written over. Into
+    what is not a terminal: a line every few seconds."""
 
     def __init__(self, total: int, what: str, unit: str = "it", done: int = 0) -> None:
         self.total, self.what, self.unit, self.done, self.due = total, what, unit, done, 0.0
+        # (The launcher draws the bars of its workers itself, where it has a terminal.)
+        self.live = sys.stderr.isatty() or "MINIDIST_JOB" in os.environ
         self.bar: Any = None
         with contextlib.suppress(ImportError):
             from tqdm import tqdm
 
             self.bar = tqdm(total=total, desc=what, unit=unit, initial=done, ncols=90,
-                            unit_scale=unit == "B")
+                            unit_scale=unit == "B") if self.live else None
 
     def advance(self, steps: int = 1, note: str = "") -> None:
         self.done += steps
@@ -5983,14 +6019,15 @@ class Progress:
             self.bar.set_postfix_str(note, refresh=False)
             self.bar.update(steps)
         elif time.monotonic() > self.due or self.done == self.total:
-            self.due = time.monotonic() + 0.1
-            sys.stderr.write(f"\r{self.what}: {self.done:,} of {self.total:,} {self.unit} {note} ")
+            self.due = time.monotonic() + (0.1 if self.live else 5)
+            text = f"{self.what}: {self.done:,} of {self.total:,} {self.unit} {note}"
+            sys.stderr.write(f"\r{text} " if self.live else f"{text}\n")
             sys.stderr.flush()
 
     def close(self, *error: Any) -> None:
         if self.bar is not None:
             self.bar.close()
-        else:
+        elif self.live:
             sys.stderr.write("\n")
 
     __enter__, __exit__ = (lambda self: self), close

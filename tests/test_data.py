@@ -2,6 +2,7 @@
 import collections
 import json
 import os
+import sys
 import tracemalloc
 
 import numpy as np
@@ -100,6 +101,33 @@ def test_loader_options():
         Dataset()[0]
 
 
+def test_random_samplers():
+    data = md.utils.data
+    for sampler, n in ((data.RandomSampler(range(5), num_samples=12), 12),
+                       (data.RandomSampler(range(5), True, 50), 50),
+                       (data.RandomSampler(range(0)), 0)):
+        order = list(sampler)
+        assert len(order) == len(sampler) == n and set(order) <= set(range(5))
+    order = list(data.RandomSampler(range(5), num_samples=12))
+    assert sorted(order[:5]) == sorted(order[5:10]) == list(range(5))
+
+
+def test_loaders_refuse_what_they_do_not_know():
+    class Stream(md.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(range(3))
+
+    for make, words in ((lambda: DataLoader([1], batchsize=4), "batchsize"),
+                        (lambda: DataLoader([1], None), "iterate over the dataset itself"),
+                        (lambda: DataLoader(Stream(), shuffle=True), "its own order")):
+        with pytest.raises((TypeError, ValueError), match=words):
+            make()
+    ids = []
+    loader = DataLoader(Squares(), 2, None, num_workers=1, worker_init_fn=ids.append, timeout=9,
+                        pin_memory=True, persistent_workers=True, prefetch_factor=None)
+    assert len(list(loader)) == 4 and ids == [0]
+
+
 def test_shuffled_orders():
     def epochs(loader, n=3):
         return [[i for b in loader for i in b[0].tolist()] for _ in range(n)]
@@ -192,6 +220,7 @@ def same(a, b):
 def test_nested_states(tmp_path):
     state = {"step": 3, "rate": 0.1, "name": "lenet", "flag": True, "none": None, "big": 2**70,
              "list": [1, md.ones(2), {"x": md.zeros(())}], "tuple": (1, (2.5, "a")), 7: "seven",
+             "$tuple": [1], "in": {"$x": 1}, "out": {"x": {"$tensor": "list.1"}},
              2.5: "float key", "dtype": md.float32, "inf": float("inf"), "empty": {}, "nothing": []}
     md.save(state, tmp_path / "x")
     assert same(state, md.load(tmp_path / "x"))
@@ -288,15 +317,14 @@ BROKEN = {
                                     bytes(8)),
     "deep nesting": lambda p: write(p, b"[" * 100_000),
     "our metadata, broken": lambda p: write(p, {"__metadata__": {"minidist": "{"}}),
-    "our metadata, not a tree": lambda p: write(p, {"__metadata__": {"minidist": "5"}}),
     "our metadata, an unknown kind": lambda p: write(
-        p, {"__metadata__": {"minidist": '{"eval": "1"}'}}),
+        p, {"__metadata__": {"minidist": '{"$eval": "1"}'}}),
     "our metadata, no such tensor": lambda p: write(
-        p, {"__metadata__": {"minidist": '{"tensor": "y"}'}}),
+        p, {"__metadata__": {"minidist": '{"$tensor": "y"}'}}),
     "our metadata, a dtype that is none": lambda p: write(
-        p, {"__metadata__": {"minidist": '{"dtype": "object"}'}}),
+        p, {"__metadata__": {"minidist": '{"$dtype": "object"}'}}),
     "our metadata, a key that is a list": lambda p: write(
-        p, {"__metadata__": {"minidist": '{"dict": [[[1], {"value": 1}]]}'}}),
+        p, {"__metadata__": {"minidist": '{"$dict": [[[1], 1]]}'}}),
     "metadata that is a list": lambda p: write(p, {"__metadata__": [1]}),
 }
 
@@ -353,6 +381,45 @@ def test_saving_replaces_files_alone(tmp_path):
         assert (tmp_path / "link").is_symlink()
         assert md.load(tmp_path / "file")["x"].tolist() == [value, value]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "link", "pipe"]
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_file_of_torch_is_recognised(tmp_path, zipped):
+    torch.save({"x": torch.ones(2)}, tmp_path / "x", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(ValueError, match=r"torch.save's.*safetensors.torch.save_file\(torch.load"):
+        md.load(tmp_path / "x")
+
+
+def test_a_checkpoint_is_read_by_torch(tmp_path):
+    """As the docstring of `save` says."""
+    ours, theirs = md.nn.Linear(2, 3), torch.nn.Linear(2, 3)
+    md.save({"model": ours.state_dict(), "epochs": 3}, tmp_path / "x")
+    state = safe_torch.load_file(tmp_path / "x")
+    theirs.load_state_dict({name.removeprefix("model."): tensor
+                            for name, tensor in state.items() if name.startswith("model.")})
+    assert theirs.weight.tolist() == ours.weight.tolist()
+
+
+def test_progress(monkeypatch, capsys):
+    """Lines, and few of them, where stderr is no terminal; else one line drawn over, with a
+    clock that the test moves."""
+    now = [100.0]
+    monkeypatch.setattr(md.time, "monotonic", lambda: now[0])
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    for job in (None, "1"):
+        monkeypatch.delenv("MINIDIST_JOB", raising=False)
+        if job:
+            monkeypatch.setenv("MINIDIST_JOB", job)
+        with md.Progress(1000, "lenet", "steps") as bar:
+            for _ in range(1000):
+                now[0] += 0.02
+                bar.advance(1, "loss 1")
+        text = capsys.readouterr().err
+        if job:
+            assert 100 < text.count("\r") < 300 and text.count("\n") == 1
+        else:
+            assert text.endswith("\nlenet: 1,000 of 1,000 steps loss 1\n")
+            assert "\r" not in text and 4 <= text.count("\n") <= 6
 
 
 def test_loading_a_file_that_is_not_there(tmp_path):
