@@ -196,7 +196,7 @@ def text(length: int) -> Callable[[Any, int], tuple[np.ndarray, np.ndarray]]:
 
 
 def mlp(lib: Any) -> Any:
-    nn = lib.nn
+    nn: Any = lib.nn
     return nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(),
                          nn.Linear(128, 10))
 
@@ -209,7 +209,7 @@ def autoencoder(lib: Any) -> Any:
 
 
 def lenet(lib: Any) -> Any:
-    nn = lib.nn
+    nn: Any = lib.nn
     return nn.Sequential(
         nn.Conv2d(1, 20, 5), nn.MaxPool2d(2), nn.Tanh(),       # (B, 20, 12, 12)
         nn.Conv2d(20, 50, 5), nn.MaxPool2d(2), nn.Tanh(),      # (B, 50, 4, 4)
@@ -217,7 +217,7 @@ def lenet(lib: Any) -> Any:
 
 
 def cnn(lib: Any) -> Any:
-    nn = lib.nn
+    nn: Any = lib.nn
 
     def conv(inputs: int, outputs: int) -> list:
         return [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()]
@@ -229,7 +229,7 @@ def cnn(lib: Any) -> Any:
 
 
 def lstm(lib: Any) -> Any:
-    nn = lib.nn
+    nn: Any = lib.nn
 
     class Characters(nn.Module):  # type: ignore[name-defined]
         def __init__(self) -> None:
@@ -246,7 +246,8 @@ def lstm(lib: Any) -> Any:
 
 def transformer(lib: Any, width: int, heads: int, layers: int, causal: bool) -> Any:
     """A pre-norm transformer over (batch, time, width), as GPT-2 and vision transformers are."""
-    nn, F = lib.nn, lib.nn.functional
+    nn: Any = lib.nn
+    F = nn.functional
 
     class Block(nn.Module):  # type: ignore[name-defined]
         def __init__(self) -> None:
@@ -268,7 +269,7 @@ def transformer(lib: Any, width: int, heads: int, layers: int, causal: bool) -> 
 
 
 def gpt(lib: Any) -> Any:
-    nn = lib.nn
+    nn: Any = lib.nn
 
     class GPT(nn.Module):  # type: ignore[name-defined]
         def __init__(self) -> None:
@@ -286,7 +287,7 @@ def gpt(lib: Any) -> Any:
 
 def vit(lib: Any) -> Any:
     """ViT-tiny's width and heads, four layers deep, on 64 patches of 4 x 4."""
-    nn = lib.nn
+    nn: Any = lib.nn
 
     class ViT(nn.Module):  # type: ignore[name-defined]
         def __init__(self) -> None:
