@@ -2950,13 +2950,30 @@ def glu(input: Tensor, dim: int = -1) -> Tensor:
 # -- linear and convolution ------------------------------------------------------------------------
 
 
+@op(x=lambda g, w: np.reshape(all_rows(g) @ w, (*g.shape[:-1], w.shape[1])),
+    w=lambda g, x: all_rows(g).T @ all_rows(x), b=lambda g: column_sums(g))
+def _linear(x, w, b):
+    # One op: a product of its own for the bias would cost a pass and a node more.
+    out = all_rows(x) @ w.T
+    if b is not None:
+        out += b
+    return out.reshape(*x.shape[:-1], len(w))
+
+def column_sums(x: Any) -> Any:
+    """The sum of all rows, as a product with ones: BLAS is 3 to 9 times faster than np.sum."""
+    rows = all_rows(x)
+    return np.reshape(np.ones((1, len(rows)), x.dtype) @ rows, (rows.shape[1],))
+
+
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """input (..., in) @ weight (out, in) transposed + bias (out)."""
     if input.shape[-1] != weight.shape[-1]:
         raise RuntimeError(f"linear takes {weight.shape[-1]} features in the last dimension, the "
                            f"input has shape {tuple(input.shape)}")
-    out = matmul(input, weight.T)
-    return out if bias is None else out + bias
+    if weight.ndim != 2 or input.dtype != weight.dtype:  # a vector; an error that says more
+        out = matmul(input, weight.T)
+        return out if bias is None else out + bias
+    return _linear(input, weight, bias)
 
 def numbers(value: Any, n: int) -> tuple[int, ...]:
     """One number for all dimensions, or one for each."""
@@ -2987,65 +3004,139 @@ def batched(n: int, name: str) -> Callable[[Callable], Callable]:
     return decorate
 
 
-# Convolution is a product: every window of the input as a row, times the kernels as columns. Its
-# two derivatives are products as well, with the windows, and folded back from them. The rows
-# (im2col) are made anew in backward instead of being saved: they are kernel-size times the input.
+# Convolution is a product: every window of the images as a row, times the kernels as columns
+# (im2col). It is linear in the images and in the kernels, and so are its two derivatives: each of
+# the three ops below has the other two as its own, and no more rules are needed for any order.
+#
+# The rows are as many times larger than the images as a kernel has places. So they are made for
+# a few images at a time, which stay in the cache until the product has used them, and anew in
+# backward (the 3x3 CNN of bench.py: 0.6 of the time of all rows at once).
 
 
-def rows_of(x: Any, kernel: Any, stride: Any, dilation: Any, groups: int) -> Any:
-    """Windows as rows (groups, batch * places, channels / groups * kernel)."""
-    view = windows(x, kernel=kernel, stride=stride, dilation=dilation)
-    n, (batch, channels) = len(kernel), x.shape[:2]
-    places = view.shape[2 : 2 + n]
-    view = np.reshape(view, (batch, groups, channels // groups, *places, *kernel))
-    order = (1, 0, *range(3, 3 + n), 2, *range(3 + n, 3 + 2 * n))
-    return np.reshape(np.transpose(view, order),
-                      (groups, batch * math.prod(places), channels // groups * math.prod(kernel)))
+class Windows(NamedTuple):
+    """The geometry of a convolution; one number for each dimension of the images."""
 
-def channels_last(g: Any, groups: int) -> Any:
-    """(batch, channels, *places) -> (groups, batch * places, channels / groups)."""
-    batch, channels, *places = g.shape
-    g = np.reshape(g, (batch, groups, channels // groups, math.prod(places)))
-    g = np.transpose(g, (1, 0, 3, 2))
-    return np.reshape(g, (groups, batch * math.prod(places), channels // groups))
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]  # before and after; below 0 cuts away
+    dilation: tuple[int, ...]
+    groups: int
 
-def channels_first(rows: Any, batch: int, places: Sequence[int]) -> Any:
-    """The inverse of channels_last."""
-    groups, _, width = rows.shape
-    rows = np.reshape(rows, (groups, batch, math.prod(places), width))
-    return np.reshape(np.transpose(rows, (1, 0, 3, 2)), (batch, groups * width, *places))
+    @property
+    def span(self) -> tuple[int, ...]:
+        """From a window's first place to its last."""
+        return tuple((k - 1) * d + 1 for k, d in zip(self.kernel, self.dilation))
 
-def by_group(w: Any, groups: int) -> Any:
-    """Kernels (out, in / groups, *kernel) -> (groups, out / groups, in / groups * kernel)."""
-    return np.reshape(w, (groups, w.shape[0] // groups, math.prod(w.shape[1:])))
+    def places(self, size: Sequence[int]) -> tuple[int, ...]:
+        return tuple((n + a + b - span) // s + 1 for n, s, (a, b), span in
+                     zip(size, self.stride, self.padding, self.span))
 
-def conv_to_input(g: Any, w: Any, x_shape: Any, stride: Any, dilation: Any, groups: int) -> Any:
-    batch, channels, *size = x_shape
-    n, places, kernel = len(size), g.shape[2:], w.shape[2:]
-    rows = channels_last(g, groups) @ by_group(w, groups)
-    rows = np.reshape(rows, (groups, batch, *places, channels // groups, *kernel))
-    order = (1, 0, 2 + n, *range(2, 2 + n), *range(3 + n, 3 + 2 * n))
-    rows = np.reshape(np.transpose(rows, order), (batch, channels, *places, *kernel))
-    return fold(rows, size=tuple(size), stride=stride, dilation=dilation)
+    def blocks(self, x_shape: Sequence[int]) -> Iterator[slice]:
+        """So many images at a time that their rows take about 4 MB."""
+        batch, channels, *size = x_shape
+        one = math.prod((*self.places(size), channels, *self.kernel))
+        step = max(1, 2**20 // max(one, 1))
+        return (slice(i, i + step) for i in range(0, batch, step))
 
-def conv_to_weight(g: Any, x: Any, w_shape: Any, stride: Any, dilation: Any, groups: int) -> Any:
-    rows = rows_of(x, w_shape[2:], stride, dilation, groups)
-    return np.reshape(np.swapaxes(channels_last(g, groups), -1, -2) @ rows, w_shape)
+    def inside(self, size: Sequence[int]) -> tuple[slice, ...]:
+        """Where images lie in padded ones."""
+        return tuple(slice(a, a + n) for n, (a, _) in zip(size, self.padding))
 
-@op(x=conv_to_input, w=conv_to_weight)
-def _conv(x, w, *, stride, dilation, groups):
-    places = windows(x, kernel=w.shape[2:], stride=stride, dilation=dilation).shape[2 : w.ndim]
-    rows = rows_of(x, w.shape[2:], stride, dilation, groups)
-    return channels_first(rows @ np.swapaxes(by_group(w, groups), -1, -2), x.shape[0], places)
+    def shown(self, size: Sequence[int]) -> tuple[slice, ...]:
+        """What of images lies in padded ones: less than all only for padding below 0."""
+        return tuple(slice(0, n + min(b, 0)) for n, (_, b) in zip(size, self.padding))
 
-@op(x=lambda g, w, stride, dilation, groups: _conv(g, w, stride=stride, dilation=dilation,
-                                                   groups=groups),
-    w=lambda g, x, w_shape, stride, dilation, groups:
-    conv_to_weight(x, g, w_shape, stride, dilation, groups))
-def _conv_transpose(x, w, *, size, stride, dilation, groups):
-    # The derivative of a convolution to its input is a convolution the other way.
-    shape = (x.shape[0], w.shape[1] * groups, *size)
-    return conv_to_input(x, w, shape, stride, dilation, groups)
+    def rows(self, x: np.ndarray) -> np.ndarray:
+        """The windows of images: (groups, batch * places, kernel * channels / groups)."""
+        n, (batch, channels, *size) = len(self.kernel), x.shape
+        wide = [m + a + b for m, (a, b) in zip(size, self.padding)]
+        places = self.places(size)
+        # Memory is copied in runs: along the last dimension of the images, or, with channels
+        # last, across a row of the kernel. The longer run wins (LeNet's first layer: 4 times).
+        along = places[-1] > self.kernel[-1] * channels // self.groups
+        if along:
+            images = np.zeros((batch, channels, *wide), x.dtype)
+        else:
+            images = np.moveaxis(np.zeros((batch, *wide, channels), x.dtype), -1, 1)
+        images[(..., *self.inside(size))] = x[(..., *self.shown(size))]
+        view = windows.op.formula(
+            images.reshape(batch, self.groups, channels // self.groups, *wide),
+            kernel=self.kernel, stride=self.stride, dilation=self.dilation)
+        # (batch, groups, channels, *places, *kernel)
+        at, offsets = tuple(range(3, 3 + n)), tuple(range(3 + n, 3 + 2 * n))
+        shape = (self.groups, batch * math.prod(places), -1)
+        if along:
+            columns = view.transpose(1, *offsets, 2, 0, *at)
+            return columns.reshape(shape[0], -1, shape[1]).swapaxes(1, 2)
+        return view.transpose(1, 0, *at, *offsets, 2).reshape(shape)
+
+    def matrices(self, w: np.ndarray) -> np.ndarray:
+        """Kernels (out, in / groups, *kernel) as (groups, out / groups, kernel * in / groups)."""
+        return np.moveaxis(w, 1, -1).reshape(self.groups, len(w) // self.groups, -1)
+
+
+def channels_last(x: np.ndarray, groups: int) -> np.ndarray:
+    """(batch, channels, *places) as rows (groups, batch * places, channels / groups)."""
+    batch, channels, *places = x.shape
+    n = math.prod(places)
+    x = x.reshape(batch, groups, channels // groups, n).transpose(1, 0, 3, 2)
+    return x.reshape(groups, batch * n, channels // groups)
+
+@op(x=lambda g, w, x_shape, how: _conv_to_input(g, w, size=x_shape[2:], how=how),
+    w=lambda g, x, how: _conv_to_weight(g, x, how=how),
+    b=lambda g: channel_sums(g))
+def _conv(x, w, b, *, how):
+    places = how.places(x.shape[2:])
+    out = np.empty((len(x), len(w), *places), x.dtype)
+    columns = how.matrices(w).swapaxes(1, 2)
+    for block in how.blocks(x.shape):
+        part = out[block].reshape(-1, how.groups, len(w) // how.groups, math.prod(places))
+        rows = how.rows(x[block]) @ columns  # (groups, batch * places, out / groups)
+        part[...] = rows.reshape(how.groups, len(part), -1, part.shape[2]).transpose(1, 0, 3, 2)
+        if b is not None:
+            part += b.reshape(how.groups, -1, 1)
+    return out
+
+@op(g=lambda u, w, how: _conv(u, w, None, how=how), w=lambda u, g, how: _conv_to_weight(g, u, how=how))
+def _conv_to_input(g, w, *, size, how):
+    """Spread the gradient of each place over the window that it saw."""
+    n, groups = len(size), how.groups
+    channels = w.shape[1] * groups
+    if set(how.stride) == {1}:
+        # Turned round: each element sums what the places around it got, by the kernels mirrored.
+        # Another convolution, seven times faster than adding windows up.
+        padding = tuple((s - 1 - a, s - 1 - b) for s, (a, b) in zip(how.span, how.padding))
+        if min(map(min, padding)) >= 0:
+            turned = np.flip(w, tuple(range(2, 2 + n)))
+            turned = turned.reshape(groups, -1, *w.shape[1:]).swapaxes(1, 2)
+            return _conv.op.formula(g, turned.reshape(channels, -1, *how.kernel), None,
+                                    how=how._replace(padding=padding))
+    out = np.zeros((len(g), channels, *size), g.dtype)
+    wide = tuple(m + a + b for m, (a, b) in zip(size, how.padding))
+    matrices = how.matrices(w)
+    for block in how.blocks(out.shape):
+        rows = channels_last(g[block], groups) @ matrices
+        rows = rows.reshape(groups, -1, *g.shape[2:], *how.kernel, w.shape[1])
+        order = (1, 0, 2 + 2 * n, *range(2, 2 + 2 * n))
+        images = fold.op.formula(rows.transpose(order), size=wide, stride=how.stride,
+                                 dilation=how.dilation).reshape(-1, channels, *wide)
+        out[(block, ..., *how.shown(size))] = images[(..., *how.inside(size))]
+    return out
+
+@op(g=lambda u, x, how: _conv(x, u, None, how=how),
+    x=lambda u, g, x_shape, how: _conv_to_input(g, u, size=x_shape[2:], how=how))
+def _conv_to_weight(g, x, *, how):
+    out, inner = g.shape[1] // how.groups, x.shape[1] // how.groups
+    total = np.zeros((how.groups, out, math.prod(how.kernel) * inner), x.dtype)
+    for block in how.blocks(x.shape):
+        total += channels_last(g[block], how.groups).swapaxes(1, 2) @ how.rows(x[block])
+    return np.moveaxis(total.reshape(g.shape[1], *how.kernel, inner), -1, 1)
+
+def channel_sums(x: Any) -> Any:
+    """Sums over all but the channels of (batch, channels, ...), by a product with ones."""
+    n = math.prod(x.shape[2:])
+    sums = np.reshape(x, (x.shape[0] * x.shape[1], n)) @ np.ones((n, 1), x.dtype)
+    return np.sum(np.reshape(sums, x.shape[:2]), axis=0)
 
 
 def convolution(n: int) -> Callable[..., Tensor]:
@@ -3056,7 +3147,7 @@ def convolution(n: int) -> Callable[..., Tensor]:
 
         The result has floor((size + 2 padding - dilation (kernel - 1) - 1) / stride) + 1 places
         in each dimension. padding="same" keeps the size at stride 1, "valid" adds none."""
-        stride, dilation, kernel = numbers(stride, n), numbers(dilation, n), weight.shape[2:]
+        how = Windows(tuple(weight.shape[2:]), numbers(stride, n), (), numbers(dilation, n), groups)
         if input.ndim != n + 2 or input.shape[1] != weight.shape[1] * groups:
             raise RuntimeError(
                 f"conv{n}d with a weight of shape {tuple(weight.shape)} and groups={groups} takes "
@@ -3066,18 +3157,17 @@ def convolution(n: int) -> Callable[..., Tensor]:
         if weight.shape[0] % groups:
             raise RuntimeError(f"{weight.shape[0]} output channels do not divide into {groups} "
                                "groups")
-        span = [d * (k - 1) + 1 for d, k in zip(dilation, kernel)]
         if padding == "same":
-            if any(s != 1 for s in stride):
+            if set(how.stride) != {1}:
                 raise RuntimeError("padding='same' needs stride 1")
-            input = padded(input, [((s - 1) // 2, s // 2) for s in span])
-        elif padding != "valid":
-            input = padded(input, [(p, p) for p in numbers(padding, n)])
-        if any(size < s for size, s in zip(input.shape[2:], span)):
-            raise RuntimeError(f"the kernel spans {tuple(span)}, more than the padded input's "
-                               f"{tuple(input.shape[2:])}")
-        out = _conv(input, weight, stride=stride, dilation=dilation, groups=groups)
-        return per_channel(out, None, bias)
+            widths = tuple(((s - 1) // 2, s // 2) for s in how.span)
+        else:
+            widths = tuple((p, p) for p in numbers(0 if padding == "valid" else padding, n))
+        how = how._replace(padding=widths)
+        if min(how.places(input.shape[2:])) < 1:
+            raise RuntimeError(f"the kernel spans {how.span}, more than the padded input's "
+                               f"{tuple(m + a + b for m, (a, b) in zip(input.shape[2:], widths))}")
+        return _conv(input, weight, bias, how=how)
 
     return conv
 
@@ -3089,22 +3179,19 @@ def transposed_convolution(n: int) -> Callable[..., Tensor]:
                        dilation: Any = 1) -> Tensor:
         """The adjoint of convolution: input (batch, in, *size), weight (in, out / groups,
         *kernel)."""
-        stride, padding, dilation, extra = (numbers(v, n) for v in
-                                            (stride, padding, dilation, output_padding))
+        extra, padding = numbers(output_padding, n), numbers(padding, n)
+        how = Windows(tuple(weight.shape[2:]), numbers(stride, n),
+                      tuple((p, p - e) for p, e in zip(padding, extra)),
+                      numbers(dilation, n), groups)
         if input.ndim != n + 2 or input.shape[1] != weight.shape[0]:
             raise RuntimeError(f"conv_transpose{n}d with a weight of shape {tuple(weight.shape)} "
                                f"takes inputs (batch, {weight.shape[0]}, {n} sizes), this one has "
                                f"shape {tuple(input.shape)}")
-        if any(e >= max(s, d) for e, s, d in zip(extra, stride, dilation)):
+        if any(e >= max(s, d) for e, s, d in zip(extra, how.stride, how.dilation)):
             raise RuntimeError(f"output_padding {extra} must be smaller than stride or dilation")
-        full = [(size - 1) * s + d * (k - 1) + 1 for size, s, d, k in
-                zip(input.shape[2:], stride, dilation, weight.shape[2:])]
-        grown = tuple(f + max(e - p, 0) for f, e, p in zip(full, extra, padding))
-        out = _conv_transpose(input, weight, size=grown, stride=stride, dilation=dilation,
-                              groups=groups)
-        if any(padding):
-            out = out[(..., *(slice(p, f - p + e) for f, p, e in zip(full, padding, extra)))]
-        return per_channel(out, None, bias)
+        size = tuple((m - 1) * s + span - a - b for m, s, span, (a, b) in
+                     zip(input.shape[2:], how.stride, how.span, how.padding))
+        return per_channel(_conv_to_input(input, weight, size=size, how=how), None, bias)
 
     return conv_transpose
 
@@ -3114,20 +3201,49 @@ conv_transpose1d, conv_transpose2d = transposed_convolution(1), transposed_convo
 
 
 # -- pooling ---------------------------------------------------------------------------------------
+#
+# A window's k-th elements, of all windows at once, are one strided view of the input. Pooling
+# compares these views, a dozen times faster than windows one by one.
 
+
+def kth_elements(size: Sequence[int], kernel: Any, stride: Any, dilation: Any) -> Iterator[tuple]:
+    """For each offset in the kernel the index of what it meets at all places of the window."""
+    places = [(m - (k - 1) * d - 1) // s + 1 for m, k, s, d in zip(size, kernel, stride, dilation)]
+    for offset in np.ndindex(*kernel):
+        yield (..., *(slice(k * d, k * d + (p - 1) * s + 1, s)
+                      for k, d, p, s in zip(offset, dilation, places, stride)))
 
 @op(residuals={"index": None}, x=lambda g, x_shape, index, kernel, stride, dilation:
-    fold(unpicked(g, index, kernel), size=x_shape[2:], stride=stride, dilation=dilation))
+    unpicked(g, index=to_array(index), size=x_shape[2:], kernel=kernel, stride=stride,
+             dilation=dilation))
 def _max_pool(x, *, kernel, stride, dilation):
-    view = windows(x, kernel=kernel, stride=stride, dilation=dilation)
-    flat_view = view.reshape(*view.shape[: -len(kernel)], math.prod(kernel))
-    index = np.argmax(flat_view, axis=-1)
-    return np.take_along_axis(flat_view, index[..., None], -1)[..., 0], index
+    first, *others = kth_elements(x.shape[2:], kernel, stride, dilation)
+    out = x[first].copy()
+    index = np.zeros(out.shape, np.min_scalar_type(len(others)))  # which one won
+    for k, where in enumerate(others, 1):
+        larger = x[where] > out
+        if x.dtype.kind == "f":
+            larger |= x[where] != x[where]  # NaN wins
+        np.maximum(out, x[where], out=out)
+        np.maximum(index, larger * index.dtype.type(k), out=index)
+    return out, index
 
-def unpicked(g: Any, index: np.ndarray, kernel: tuple[int, ...]) -> Any:
-    """The gradient of the picked elements, at their places in windows of zeros."""
-    picked = np.arange(math.prod(kernel)) == index[..., None]
-    return np.reshape(np.expand_dims(g, -1) * picked, index.shape + kernel)
+@op(g=lambda u, index, kernel, stride, dilation:
+    picked(u, index=index, kernel=kernel, stride=stride, dilation=dilation))
+def unpicked(g, *, index, size, kernel, stride, dilation):
+    """Each gradient goes to the element that won its window."""
+    out = np.zeros((*g.shape[:2], *size), g.dtype)
+    for k, where in enumerate(kth_elements(size, kernel, stride, dilation)):
+        out[where] += g * (index == k)
+    return out
+
+@op(x=lambda g, x_shape, index, kernel, stride, dilation:
+    unpicked(g, index=index, size=x_shape[2:], kernel=kernel, stride=stride, dilation=dilation))
+def picked(x, *, index, kernel, stride, dilation):
+    out = np.zeros(index.shape, x.dtype)
+    for k, where in enumerate(kth_elements(x.shape[2:], kernel, stride, dilation)):
+        np.copyto(out, x[where], where=index == k)
+    return out
 
 
 def pooled(input: Tensor, n: int, kernel: Any, stride: Any, padding: Any, dilation: Any,
@@ -3166,13 +3282,10 @@ def max_pooling(n: int) -> Callable[..., Any]:
         if not return_indices:
             return out
         size = input.shape[2:]
-        number = np.arange(math.prod(size)).reshape(1, 1, *size)
+        number = np.broadcast_to(np.arange(math.prod(size)).reshape(size), input.shape)
         widths = [(p, wide - p - own) for p, wide, own in zip(padding, x.shape[2:], size)]
-        number = windows(padded(wrap(number), widths)._array, **how)
-        number = np.broadcast_to(number, (*out.shape, *how["kernel"]))
         index = _max_pool.op.formula(x._array, **how)[1]
-        flat_number = number.reshape(*out.shape, -1)
-        return out, wrap(np.take_along_axis(flat_number, index[..., None], -1)[..., 0])
+        return out, wrap(picked(padded(wrap(number), widths)._array, index=index, **how))
 
     return max_pool
 
