@@ -231,7 +231,7 @@ def cnn(lib: Any) -> Any:
 def lstm(lib: Any) -> Any:
     nn: Any = lib.nn
 
-    class Characters(nn.Module):  # type: ignore[name-defined]
+    class Characters(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.embedding = nn.Embedding(65, 128)
@@ -249,7 +249,7 @@ def transformer(lib: Any, width: int, heads: int, layers: int, causal: bool) -> 
     nn: Any = lib.nn
     F = nn.functional
 
-    class Block(nn.Module):  # type: ignore[name-defined]
+    class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
@@ -271,7 +271,7 @@ def transformer(lib: Any, width: int, heads: int, layers: int, causal: bool) -> 
 def gpt(lib: Any) -> Any:
     nn: Any = lib.nn
 
-    class GPT(nn.Module):  # type: ignore[name-defined]
+    class GPT(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.token, self.place = nn.Embedding(65, 128), nn.Embedding(128, 128)
@@ -289,7 +289,7 @@ def vit(lib: Any) -> Any:
     """ViT-tiny's width and heads, four layers deep, on 64 patches of 4 x 4."""
     nn: Any = lib.nn
 
-    class ViT(nn.Module):  # type: ignore[name-defined]
+    class ViT(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.patches = nn.Conv2d(3, 192, 4, stride=4)

@@ -3134,11 +3134,11 @@ class Windows(NamedTuple):
         step = max(1, 2**20 // max(one, 1))
         return (slice(i, i + step) for i in range(0, batch, step))
 
-    def inside(self, size: Sequence[int]) -> tuple[slice, ...]:
+    def inside(self, size: Sequence[int]) -> tuple[Any, ...]:
         """Where images lie in padded ones."""
         return tuple(slice(a, a + n) for n, (a, _) in zip(size, self.padding))
 
-    def shown(self, size: Sequence[int]) -> tuple[slice, ...]:
+    def shown(self, size: Sequence[int]) -> tuple[Any, ...]:
         """What of images lies in padded ones: less than all only for padding below 0."""
         return tuple(slice(0, n + min(b, 0)) for n, (_, b) in zip(size, self.padding))
 
