@@ -7945,7 +7945,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--workers", type=int, default=1, metavar="N",
         help="processes that share each batch (%(default)s)")
     add("--transport", default="tcp", metavar="NAME",
-        help="how they are joined: pipe, tcp, udp (%(default)s)")
+        help="how they are joined: pipe, tcp, udp, tls (%(default)s)")
     add("--strategy", choices=["sync", "downpour"], default="sync", help="sync: all make each step "
         "together; downpour: each at its own pace, through parameter servers (%(default)s)")
     add("--servers", type=int, metavar="K", help="parameter servers of downpour (1)")
@@ -7972,6 +7972,7 @@ def arguments() -> argparse.ArgumentParser:
     data.add_argument("names", nargs="*", metavar="NAME", help="fetch and describe these")
     data.add_argument("--data-dir", metavar="DIR", help="where the files are")
     commands.add_parser("serve", help="a parameter server; the other commands start it")
+    commands.add_parser("keygen", help="make the secret key of a job", add_help=False)
     commands.add_parser("conformance", help="test a worker of your own against PROTOCOL.md",
                         add_help=False)
     return parser
@@ -7982,8 +7983,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     tune()
     if argv[:1] == ["launch"]:
         return companion("transports", "launch").main(argv[1:], this_command("serve"))
-    if argv[:1] == ["conformance"]:
-        return companion("transports", "conformance").main(argv[1:])
+    if argv[:1] in (["conformance"], ["keygen"]):
+        module = {"conformance": "conformance", "keygen": "keys"}[argv[0]]
+        return companion("transports", module).main(argv[1:])
     flags = arguments().parse_args(argv)
     if flags.command == "serve" and os.environ.get("MINIDIST_ROLE") == "server":
         serve()

@@ -660,6 +660,7 @@ RULES = {
     "3-3": (THERE, "test_a_send_given_up_half_way_ends_the_connection"),
     "3-4": (THERE, "test_P10_mutual_sends_never_deadlock"),
     "3-5": (THERE, "test_listening_beyond_loopback_needs_a_key"),
+    "3-6": ("test_security.py", "test_certificates_that_are_refused"),
     "4.1-1": (HERE, "test_negative_vectors"),
     "4.1-2": (HERE, "test_P3_lengths_cost_no_memory_before_they_are_checked"),
     "4.1-3": (HERE, "test_negative_vectors"),

@@ -20,12 +20,14 @@ import time
 import numpy as np
 import pytest
 
+import certificates
 import minidist_transports as mt
 from minidist_transports import protocol as p
 
 KEY = bytes(range(32))
 PLUGINS = [name for name in mt.BUILTIN
-           if importlib.util.find_spec(f"minidist_transports.{name}") is not None]
+           if importlib.util.find_spec(f"minidist_transports.{name}") is not None
+           and (name != "tls" or certificates.AVAILABLE or os.environ.get("CI"))]
 every = pytest.mark.parametrize("name", PLUGINS)
 
 
@@ -49,7 +51,8 @@ def configs(name, workers, servers=0, **settings):
                 pipes[a][b], pipes[b][a] = (read_a, write_a), (read_b, write_b)
         each = [{"pipes": ends} for ends in pipes]
     else:
-        each = [{"master": ("127.0.0.1", free_port(name))}] * size
+        tls = certificates.certificate() if name == "tls" else None
+        each = [{"master": ("127.0.0.1", free_port(name)), "tls": tls}] * size
     return [mt.Config(node=node, workers=workers, servers=servers,
                       role="worker" if node < workers else "server", **each[node], **settings)
             for node in range(size)]
@@ -477,12 +480,14 @@ def processes(name, workers, code, **env):
         for config in configs(name, workers):
             pipes = config.pipes or {}
             spec = ",".join(f"{peer}:{r}:{w}" for peer, (r, w) in pipes.items())
+            tls = dict(zip(("CERT", "KEY", "CA"), config.tls or ()))
             children.append(subprocess.Popen(
                 [sys.executable, "-c", PROLOGUE.format(name=name, tests=os.path.dirname(__file__))
                  + textwrap.dedent(code)],
                 env={**os.environ, "RANK": str(config.node), "WORLD_SIZE": str(workers),
                      "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(config.master[1]),
-                     "MINIDIST_KEY": KEY.hex(), "MINIDIST_PIPES": spec, **env},
+                     "MINIDIST_KEY": KEY.hex(), "MINIDIST_PIPES": spec,
+                     **{f"MINIDIST_TLS_{part}": path for part, path in tls.items()}, **env},
                 pass_fds=[fd for ends in pipes.values() for fd in ends],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
             for fd in (fd for ends in pipes.values() for fd in ends):
@@ -834,7 +839,8 @@ def test_D22_ipv6_only():
 
 @pytest.mark.parametrize("name", [n for n in PLUGINS if n != "pipe"])
 def test_listening_beyond_loopback_needs_a_key(name):
-    config = mt.Config(workers=2, master=("0.0.0.0", free_port(name)), start_timeout=0.1)
+    config = configs(name, 2, key=None, start_timeout=0.1)[0]
+    config.master = "0.0.0.0", free_port(name)
     with pytest.raises(PermissionError, match="without a key"):
         mt.open(name, config)
     config.key = KEY

@@ -223,6 +223,7 @@ class Config:
     job: str = "minidist"                   # nodes of another job are refused
     generation: int = 0                     # the membership view; every frame carries it
     pipes: dict[int, tuple[int, int]] | None = None     # peer: (read fd, write fd)
+    tls: tuple[str, str, str] | None = None     # files: certificate, its key, who signed all
     listen_fd: int | None = None            # node 0: a bound socket that the launcher made
     start_timeout: float = 60.0             # until all nodes have joined
     timeout: float = 300.0                  # one wait in a collective
@@ -263,13 +264,15 @@ class Config:
             try:
                 return kind(text)
             except ValueError as error:
-                raise ValueError(f"{name} is {'set' if 'KEY' in name else repr(text)}, "
-                                 f"which cannot be read: {error}") from None
+                raise ValueError(f"{name} is {text!r}, which cannot be read: {error}") from None
 
         def pipes(text: str) -> dict[int, tuple[int, int]]:
             triples = [tuple(map(int, part.split(":"))) for part in text.split(",")]
             return {peer: (read, write) for peer, read, write in triples}
 
+        from . import keys
+        files = [env.get(f"MINIDIST_TLS_{name}", "") for name in ("CERT", "KEY", "CA")]
+        tls = (files[0], files[1], files[2]) if all(files) else None
         workers = get("WORLD_SIZE", int, 1)
         role = env.get("MINIDIST_ROLE", "") or "worker"
         if role not in ("worker", "server"):
@@ -278,7 +281,7 @@ class Config:
         return cls(
             node=node, workers=workers, servers=get("MINIDIST_SERVERS", int, 0), role=role,
             master=(env.get("MASTER_ADDR") or "127.0.0.1", get("MASTER_PORT", int, 29500)),
-            key=get("MINIDIST_KEY", bytes.fromhex, None),
+            key=keys.key_of(env), tls=tls,
             job=env.get("MINIDIST_JOB") or "minidist",
             generation=get("MINIDIST_GENERATION", int, 0),
             pipes=get("MINIDIST_PIPES", pipes, None),
@@ -324,7 +327,7 @@ def check_exposed(host: str, config: Config) -> None:
 
 # ---- registry ------------------------------------------------------------------
 
-BUILTIN = ("pipe", "tcp", "udp")
+BUILTIN = ("pipe", "tcp", "udp", "tls")
 
 
 def names() -> list[str]:

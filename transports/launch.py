@@ -34,6 +34,7 @@ from typing import Any
 
 from . import names as transports
 from . import remote
+from .keys import key_of
 
 
 class LaunchError(ChildProcessError):
@@ -174,7 +175,7 @@ def listen(job: Job) -> socket.socket | None:
         raise LaunchError(f"cannot listen at {', '.join(tried)}: --master-addr must be an address "
                           "of the machine with --node-rank 0")
     job.master_port = sock.getsockname()[1]
-    if job.transport in ("tcp", "udp") and os.name == "posix":
+    if job.transport in ("tcp", "udp", "tls") and os.name == "posix":
         return sock
     sock.close()  # another transport opens its port by itself
     return None
@@ -724,7 +725,8 @@ examples:
   minidist launch --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --master-port 29500 \\
       --nproc-per-node 4 train.py
       the first of two machines; on the other --node-rank 1. Both need the same
-      MINIDIST_KEY in the environment: python -c "import secrets; print(secrets.token_hex(32))"
+      MINIDIST_KEY in the environment, or in a file that MINIDIST_KEY_FILE names:
+      minidist keygen FILE makes it
 
 The flags, the variables RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
 MASTER_PORT, and the meaning of both are torchrun's, so a script starts under either.
@@ -745,7 +747,9 @@ def main(argv: Sequence[str] | None = None, server_command: Sequence[str] = (),
     add("--nproc-per-node", default="1", metavar="N",
         help="workers on this machine; auto or cpu: one a core (default 1)")
     add("--transport", default="tcp", metavar="NAME",
-        help="pipe, tcp, udp or a plugin's name (default tcp)")
+        help="pipe, tcp, udp, tls or a plugin's name (default tcp)")
+    add("--tls", nargs=3, metavar=("CERT", "KEY", "CA"), help="use transport tls with these files: "
+        "this machine's certificate, its private key, the certificate of who signed all")
     add("--servers", type=int, default=0, metavar="K", help="parameter servers (default 0)")
     add("--nnodes", default="1", metavar="M", help="machines (default 1)")
     add("--node-rank", type=int, default=0, help="this machine's number, from 0 (default 0)")
@@ -803,16 +807,26 @@ def job_of(flags: argparse.Namespace, server_command: Sequence[str]) -> Job:
         command = [sys.executable, *(["-m"] if flags.module else []), *command]
         if not flags.module and not os.path.isfile(flags.script):
             raise LaunchError(f"there is no script {flags.script!r} in {os.getcwd()}")
+    if flags.tls:
+        flags.transport = "tls"
+        for name, path in zip(("CERT", "KEY", "CA"), flags.tls):
+            if not os.path.isfile(path):
+                raise LaunchError(f"--tls: there is no file {path!r}")
+            os.environ[f"MINIDIST_TLS_{name}"] = os.path.abspath(path)
     job = Job(command, int(count), flags.transport, flags.servers, server_command, machines,
               0 if flags.standalone else flags.node_rank, flags.master_addr, flags.master_port,
               flags.log_dir, show, flags.shutdown_timeout)
     if machines > 1:
         # Every machine has a launcher of its own, and all must say the same.
-        job.key = os.environ.get("MINIDIST_KEY", "")
-        if not re.fullmatch(r"[0-9a-fA-F]{64}", job.key):
+        try:
+            key = key_of(os.environ)
+        except (OSError, ValueError) as error:
+            raise LaunchError(str(error)) from None
+        if key is None:
             raise LaunchError(
-                f"{machines} machines need one secret key, in MINIDIST_KEY on each. Make it once: "
-                'python -c "import secrets; print(secrets.token_hex(32))"')
+                f"{machines} machines need one secret key, in MINIDIST_KEY on each, or in a file "
+                "that MINIDIST_KEY_FILE names. Make it once: minidist keygen FILE")
+        job.key = key.hex()
         job.master_port = job.master_port or 29500
         job.id = os.environ.get("MINIDIST_JOB") or f"{job.master_addr}:{job.master_port}"
     return job
