@@ -31,6 +31,7 @@ Contents (search for the ruled headings):
 from __future__ import annotations
 
 import argparse
+import builtins
 import collections
 import contextlib
 import contextvars
@@ -1819,6 +1820,7 @@ numpy_to_op |= {
 def tensor(data: Any, *, dtype: Any = None, device: Any = None,
            requires_grad: bool = False) -> Tensor:
     """A tensor with a copy of the data. Python floats become the default dtype (float32)."""
+    dtype_in(device=device)
     if isinstance(data, (list, tuple)) and data and isinstance(first_leaf(data), Tensor):
         data = np.stack([to_array(tensor(item)) for item in data])
         python_numbers = False
@@ -1846,6 +1848,7 @@ def first_leaf(data: Any) -> Any:
 
 def as_tensor(data: Any, dtype: Any = None, device: Any = None) -> Tensor:
     """Like tensor, but without a copy where none is needed."""
+    dtype_in(device=device)
     if isinstance(data, Tensor):
         return data if dtype is None else data.to(dtype)
     if isinstance(data, np.ndarray):
@@ -1872,6 +1875,7 @@ def factory(make: Callable[..., np.ndarray]) -> Callable[..., Tensor]:
 
     def create(*args: Any, dtype: Any = None, device: Any = None, requires_grad: bool = False,
                **options: Any) -> Tensor:
+        dtype_in(device=device)  # refuses all but the CPU
         if takes_size:
             args = (sizes(args or (options.pop("size"),)),)
         args = tuple(a.item() if isinstance(a, Tensor) else a for a in args)
@@ -1936,6 +1940,13 @@ def manual_seed(seed: int) -> Generator:
     # A new one: threads that are ranks of a simulated run each set their own.
     _generator.set(Generator().manual_seed(seed))
     return _generator.get()
+
+def get_rng_state() -> Any:
+    """The default generator's, for set_rng_state; `save` takes it."""
+    return _generator.get().get_state()
+
+def set_rng_state(state: Any) -> None:
+    _generator.get().set_state(state)
 
 def rng(generator: Generator | None = None) -> np.random.Generator:
     return (generator or _generator.get()).numpy
@@ -4222,6 +4233,9 @@ class Module:
 
     def cpu(self) -> Module:
         return self
+
+    def cuda(self, device: Any = "cuda") -> Module:
+        return self.to(device)
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -7584,67 +7598,59 @@ DISTRIBUTED |= {x.__name__: x for x in (
 # `import minidist.nn as nn` works from one file: each namespace is a module made of names above.
 
 
-def tune() -> bool:
-    """Speed up this whole process; our command line and launcher call it, importing does not.
-
-    glibc gives freed blocks of more than a few hundred kilobytes back to the kernel and gets them
-    again, page by page, a moment later: for chains of large arrays five times the cost of the
-    arithmetic. From here on it keeps them. True where that worked (Linux with glibc)."""
-    import ctypes
-
-    trim_threshold, mmap_max, arena_max = -1, -4, -8  # mallopt's names for them, malloc.h
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-        return all(mallopt(option, value) for option, value in
-                   ((mmap_max, 0), (trim_threshold, 2**31 - 1), (arena_max, 1)))
-    except (OSError, AttributeError, TypeError):
-        return False
-
-
-# Functions whose names would hide Python's own inside this file exist as attributes only.
-PUBLIC: dict[str, Any] = {
-    name: METHODS[name] for name in ("sum", "max", "min", "abs", "all", "any", "round", "pow")
-}
-PUBLIC |= {n: f for n, f in METHODS.items() if n not in globals()}
-PUBLIC |= {"float": float32, "int": int32, "bool": np.dtype(bool), "dtype": np.dtype,
-           "pi": math.pi, "inf": math.inf, "nan": math.nan, "finfo": np.finfo, "iinfo": np.iinfo,
-           "is_tensor": lambda x: isinstance(x, Tensor)}
-
-
-def __getattr__(name: str) -> Any:
-    if name in PUBLIC:
-        return PUBLIC[name]
-    raise AttributeError(missing("minidist", name, PUBLIC | globals()))
-
-
-def missing(namespace: str, name: str, names: dict[str, Any]) -> str:
-    """What to say of a name that is not there: the one that may have been meant, or all."""
-    import difflib
-
-    known = sorted(n for n, value in names.items() if not n.startswith("_") and
-                   (not isinstance(value, ModuleType) or value.__name__.startswith("minidist.")))
-    near = difflib.get_close_matches(name, known, 1, 0.67)
-    hint = (f"; the nearest is {near[0]!r}" if near else
-            f"; there are {', '.join(known)}" if 0 < len(known) <= 12 else "")
-    return f"{namespace} has no {name!r}{hint}. It holds a chosen part of PyTorch"
-
-
 def namespace(path: str, names: dict[str, Any]) -> ModuleType:
     """A module of these names, importable as minidist.<path>."""
     full = f"minidist.{path}"
     module = ModuleType(full, f"PyTorch's torch.{path}, as far as minidist has it.")
-    module.__dict__.update(names)
 
     def absent(name: str) -> Any:
-        raise AttributeError(missing(full, name, names))
+        raise AttributeError(missing(full, name, vars(module)))
 
-    module.__dict__["__getattr__"] = absent
-    module.__dict__.setdefault("__path__", [])  # a package: it may have namespaces inside
+    # A package by its __path__: it may have namespaces inside.
+    vars(module).update(names, __path__=[], __getattr__=absent)
     sys.modules[full] = module
     parent, _, name = path.rpartition(".")
     if parent:
         setattr(sys.modules[f"minidist.{parent}"], name, module)
     return module
+
+
+def missing(owner: str, name: str, names: Iterable[str]) -> str:
+    """What to say of a name that is not there: where it is, which one may have been meant, or
+    all that there are."""
+    import difflib
+
+    if name.startswith("_"):  # asked for by tools, not people
+        return f"{owner} has no {name!r}"
+    known = {n.lower(): n for n in sorted(names) if not n.startswith("_")}
+    places = [m for m, module in sys.modules.items()
+              if m.startswith("minidist.") and vars(module).get(name) is not None]
+    near = difflib.get_close_matches(name.lower(), known, 1, 0.67)
+    hint = (f": {NEAREST[name]}" if name in NEAREST else f": it is in {places[0]}" if places else
+            f": NumPy has np.{name}, and x.numpy() is a tensor's array" if hasattr(np, name) else
+            f": the nearest is {known[near[0]]!r}" if near else
+            f": there are {', '.join(known.values())}" if len(known) <= 12 else "")
+    return f"{owner} has no {name!r} (of PyTorch, it holds a chosen part){hint}"
+
+
+# What spelling does not tell.
+NEAREST = {
+    "amp": "all is computed in float32, or in the dtype that the model was cast to",
+    "autocast": "all is computed in float32, or in the dtype that the model was cast to",
+    "bfloat16": "float16 and float32 are there; files with bfloat16 are read as float32",
+    "compile": "there is nothing to compile: call the model itself",
+    "jit": "there is nothing to compile: call the model itself",
+    "matrix_norm": "norm gives the Frobenius norm",
+    "complex64": "complex numbers are not there", "complex128": "complex numbers are not there",
+    "DataParallel": "nn.parallel.DistributedDataParallel is, and distributed.Synchronous",
+    "multiprocessing": "minidist.launch starts processes, `minidist launch` scripts",
+    "onnx": "save writes safetensors, which PyTorch reads",
+    "swapaxes": "transpose exchanges two dimensions", "movedim": "permute orders dimensions",
+    "tensorboard": "`minidist train --plot` draws the curve",
+    "use_deterministic_algorithms": "results are deterministic already",
+    "profiler": "cProfile shows where the time goes",
+    "vmap": "operations take batches in their leading dimensions",
+}
 
 
 def classes(*bases: type) -> dict[str, Any]:
@@ -7696,6 +7702,92 @@ linalg = namespace("linalg", {"vector_norm": lambda x, ord=2, dim=None, keepdim=
                               norm(x, ord, dim, keepdim)})
 distributed = namespace("distributed", DISTRIBUTED)
 namespace("nn.parallel", pick("DistributedDataParallel"))
+
+
+# -- the package itself ----------------------------------------------------------------------------
+
+
+def typed(dtype: np.dtype) -> Callable[..., Tensor]:
+    """PyTorch's old constructors: LongTensor([1, 2]) holds these, LongTensor(2, 3) zeros."""
+    return lambda *data: (zeros(*data, dtype=dtype) if all(isinstance(n, int) for n in data) else
+                          tensor(*data, dtype=dtype))
+
+
+def tune() -> bool:
+    """Speed up this whole process; our command line and launcher call it, importing does not.
+
+    glibc gives freed blocks of more than a few hundred kilobytes back to the kernel and gets them
+    again, page by page, a moment later: for chains of large arrays five times the cost of the
+    arithmetic. From here on it keeps them. True where that worked (Linux with glibc)."""
+    import ctypes
+
+    trim_threshold, mmap_max, arena_max = -1, -4, -8  # mallopt's names for them, malloc.h
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+        return all(mallopt(option, value) for option, value in
+                   ((mmap_max, 0), (trim_threshold, 2**31 - 1), (arena_max, 1)))
+    except (OSError, AttributeError, TypeError):
+        return False
+
+
+def openblas(action: str) -> Callable | None:
+    """OpenBLAS's functions to "get" or "set" its number of threads, where NumPy brought it."""
+    import ctypes
+
+    numpy = pathlib.Path(np.__file__).parent
+    for path in (*numpy.with_name("numpy.libs").glob("*openblas*"),
+                 *(numpy / ".dylibs").glob("*openblas*")):
+        library = ctypes.CDLL(str(path))  # NumPy has loaded it: this finds the same one
+        for name in (f"{prefix}openblas_{action}_num_threads{suffix}"
+                     for prefix in ("scipy_", "") for suffix in ("64_", "")):
+            if hasattr(library, name):
+                return getattr(library, name)
+    return None
+
+
+def set_num_threads(threads: int) -> None:
+    """How many threads a matrix product uses: those of BLAS. All else uses one."""
+    change = openblas("set")
+    if threads < 1:
+        raise ValueError(f"set_num_threads needs a number from 1, not {threads}")
+    if change is None:
+        raise RuntimeError("the threads of this NumPy's BLAS cannot be changed while it runs: set "
+                           "OPENBLAS_NUM_THREADS, MKL_NUM_THREADS or VECLIB_MAXIMUM_THREADS "
+                           "before Python starts")
+    change(int(threads))
+
+def get_num_threads() -> int:
+    """The threads of BLAS; the number of cores, where it cannot be asked."""
+    ask = openblas("get")
+    return os.cpu_count() or 1 if ask is None else ask()
+
+
+# What is meant for users, by name. Some would hide Python's own in this file (sum, float ...):
+# these are found here only, through __getattr__.
+PUBLIC: dict[str, Any] = METHODS | pick(
+    "Tensor Size Generator device tensor as_tensor from_numpy zeros ones empty full eye arange "
+    "linspace zeros_like ones_like empty_like full_like rand randn randint randperm normal "
+    "rand_like randn_like randint_like manual_seed get_rng_state set_rng_state cat concat stack "
+    "hstack vstack meshgrid einsum where relu dropout result_type no_grad enable_grad "
+    "inference_mode set_grad_enabled is_grad_enabled set_default_dtype get_default_dtype float16 "
+    "float32 float64 int8 int16 int32 int64 uint8 half double short long channels_last save load "
+    "set_num_threads get_num_threads nn optim utils autograd distributions cuda accelerator "
+    "backends linalg distributed tune load_dataset Synchronous Downpour")
+PUBLIC |= {"float": float32, "int": int32, "bool": np.dtype(bool), "dtype": np.dtype,
+           "pi": math.pi, "inf": math.inf, "nan": math.nan, "finfo": np.finfo, "iinfo": np.iinfo,
+           "is_tensor": lambda x: isinstance(x, Tensor)}
+PUBLIC |= {f"{name}Tensor": typed(np.dtype(code)) for name, code in zip(
+    "Float Double Half Byte Char Short Int Long Bool".split(), "f4 f8 f2 u1 i1 i2 i4 i8 ?".split())}
+__all__ = ["launch", *(name for name in PUBLIC if not hasattr(builtins, name))]
+
+
+def __dir__() -> list[str]:
+    return sorted({*PUBLIC, *__all__})
+
+def __getattr__(name: str) -> Any:
+    if name in PUBLIC:
+        return PUBLIC[name]
+    raise AttributeError(missing("minidist", name, PUBLIC))
 
 
 # =================================================================================================

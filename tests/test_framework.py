@@ -325,6 +325,67 @@ def test_there_is_nothing_besides_the_cpu():
     assert layer.weight.dtype == md.float16 and layer.cpu().double().weight.dtype == md.float64
 
 
+def test_every_way_to_another_device_is_refused():
+    x = md.ones(2)
+    for call in (x.cuda, nn.Linear(2, 2).cuda, lambda: md.ones(2, device="cuda"),
+                 lambda: md.tensor([1.0], device="cuda:1"), lambda: md.as_tensor(x, device="cuda"),
+                 lambda: md.randn(3, device="cuda"), lambda: md.zeros_like(x, device="cuda")):
+        with pytest.raises(RuntimeError, match="device 'cuda.*' is not available"):
+            call()
+    assert md.rand(2, device="cpu").shape == md.rand(2, device=md.device("cpu")).shape == (2,)
+
+
+def test_names_of_old_and_global_state():
+    for name in "Float Double Half Byte Char Short Int Long Bool".split():
+        for args in (([1, 0],), (2, 3), (2,)):
+            ours, theirs = (getattr(m, name + "Tensor")(*args) for m in (md, torch))
+            assert ours.shape == theirs.shape and f"torch.{ours.dtype}" == str(theirs.dtype)
+    assert md.LongTensor([2**60 + 1]).item() == 2**60 + 1
+    md.manual_seed(1)
+    state = md.get_rng_state()
+    first = md.rand(3)
+    md.set_rng_state(state)
+    assert md.equal(first, md.rand(3))
+    before = md.get_num_threads()
+    try:
+        md.set_num_threads(1)
+        assert md.get_num_threads() == 1
+    except RuntimeError as error:  # a NumPy with another BLAS than its wheels have
+        assert "before Python starts" in str(error)
+    else:
+        md.set_num_threads(before)
+    with pytest.raises(ValueError, match="from 1"):
+        md.set_num_threads(0)
+
+
+def test_what_is_offered():
+    names, star = dir(md), {}
+    exec("from minidist import *", star)
+    assert {"tensor", "nn", "optim", "sum", "float32", "launch", "save"} <= set(names)
+    assert not {"np", "json", "to_array", "Op", "builtins"} & {*names, *star}
+    assert {"tensor", "nn", "relu", "launch"} <= set(star)
+    assert not {"sum", "float", "max", "abs", "bool"} & set(star) - {"__builtins__"}
+    for name in names:
+        getattr(md, name)
+    assert not hasattr(md.ones(2), "names") and not hasattr(md.ones(2), "_repr_html_")
+
+
+@pytest.mark.parametrize("look, words", [
+    (lambda: md.compile, "'compile' .of PyTorch, it holds a chosen part.: there is nothing to"),
+    (lambda: md.nn.relu, "it is in minidist.nn.functional"),
+    (lambda: md.optim.StepLR, "it is in minidist.optim.lr_scheduler"),
+    (lambda: md.optim.Adamw, "the nearest is 'AdamW'"),
+    (lambda: md.nn.Conv3d, "minidist.nn has no 'Conv3d'.*the nearest is 'Conv2d'"),
+    (lambda: md.unique, "NumPy has np.unique"), (lambda: md.ones(1).cumprod(0), "np.cumprod"),
+    (lambda: md.ones(1).backwards(), "Tensor has no 'backwards'.*'backward'"),
+    (lambda: md.distributions.Bernoulli, "there are Categorical, Normal"),
+    (lambda: md.to_arry, "minidist has no 'to_arry' .of PyTorch, it holds a chosen part.$"),
+])
+def test_a_name_that_is_not_there(look, words):
+    with pytest.raises(AttributeError, match=words):
+        look()
+
+
 def test_lists_of_layers():
     layers = nn.ModuleList([nn.Linear(1, 1), nn.ReLU()])
     layers.insert(0, nn.Tanh())
@@ -408,12 +469,6 @@ def test_schedules_refuse():
     adam = md.optim.Adam([md.ones(1)], 0.1)
     schedules.OneCycleLR(adam, 0.1, 10)
     assert math.isclose(adam.param_groups[0]["betas"][0], 0.95)
-
-
-def test_a_missing_method_names_the_nearest():
-    with pytest.raises(AttributeError, match="Tensor has no 'cumprod'; the nearest is 'prod'"):
-        md.ones(2).cumprod(0)
-    assert not hasattr(md.ones(2), "names")
 
 
 def test_programs_ask_where_a_tensor_is():
