@@ -5268,7 +5268,7 @@ class Optimizer:
 OPTION_ENDS = {"betas": 1.0, "rho": 1.0, "alpha": math.inf, "lr": math.inf, "eps": math.inf,
                "momentum": math.inf, "weight_decay": math.inf, "lr_decay": math.inf,
                "initial_accumulator_value": math.inf}
-PIECE = 2**17  # elements
+PIECE = 2**18  # elements
 
 
 def pieces(*arrays: np.ndarray) -> Iterator[Sequence[np.ndarray]]:
@@ -5339,9 +5339,10 @@ class Rule(Optimizer):
         alone altogether: no decay, no momentum."""
         loss = None if closure is None else enable_grad()(closure)()
         for group in self.param_groups:
-            arguments = dict.fromkeys(self.kept) | {name: group[name] for name in self.options}
-            arguments["lr"] = float(group["lr"])  # a NumPy number would make float64 of float32
             kept = [k for k in self.kept if k not in self.kept_with or group[self.kept_with[k]]]
+            arguments = {k: None for k in self.kept if k not in kept}
+            arguments |= {name: group[name] for name in self.options}
+            arguments["lr"] = float(group["lr"])  # a NumPy number would make float64 of float32
             for p in group["params"]:
                 if p.grad is not None:
                     self.change(p, kept, arguments)
@@ -5351,7 +5352,8 @@ class Rule(Optimizer):
         step, state = 1, self.state[p] if kept else {}
         if kept:
             fresh = [k for k in kept if state.get(k) is None]
-            state.update({k: wrap(np.zeros_like(p._array)) for k in fresh})
+            for name in fresh:
+                state[name] = wrap(np.zeros_like(p._array))
             # (PyTorch's SGD keeps momentum without counting steps.)
             step = state["step"] = int(state.get("step", not fresh)) + 1
         maximize, decay = arguments.get("maximize"), arguments.get("weight_decay")
@@ -5362,7 +5364,7 @@ class Rule(Optimizer):
                 q *= 1 - arguments["lr"] * decay
             elif decay:
                 g = g + q * decay
-            self.rule(q, g, step, **arguments | dict(zip(kept, arrays)))
+            self.rule(q, g, step, **dict(zip(kept, arrays)), **arguments)
         touch(p, f"{type(self).__name__}.step")
 
 
