@@ -22,7 +22,7 @@ Contents (search for the ruled headings):
     3 Functional            layers and losses as functions
     4 Modules               layers that own parameters
     5 Optimizers            update rules and learning-rate schedules
-    6 Data                  data sets, loaders, checkpoints
+    6 Data                  data sets, samplers, loaders, checkpoints
     7 Distributed           process groups, collectives, strategies
     8 Namespaces            minidist.nn, minidist.optim and the others, as PyTorch names them
     9 Command line          python minidist.py --help
@@ -5191,6 +5191,10 @@ class Transformer(Module):
 # =================================================================================================
 # 5 Optimizers
 # =================================================================================================
+#
+# An optimizer is its rule, a few lines of NumPy below. What all share stands first: groups of
+# parameters with options of their own, the state that is kept and saved, the loop of `step`. A
+# learning-rate schedule is a formula; it changes the "lr" of the optimizer's groups.
 
 
 class Optimizer:
@@ -5340,7 +5344,7 @@ class Rule(Optimizer):
         loss = None if closure is None else enable_grad()(closure)()
         for group in self.param_groups:
             kept = [k for k in self.kept if k not in self.kept_with or group[self.kept_with[k]]]
-            arguments = {k: None for k in self.kept if k not in kept}
+            arguments: dict[str, Any] = {k: None for k in self.kept if k not in kept}
             arguments |= {name: group[name] for name in self.options}
             arguments["lr"] = float(group["lr"])  # a NumPy number would make float64 of float32
             for p in group["params"]:
@@ -5366,6 +5370,9 @@ class Rule(Optimizer):
                 g = g + q * decay
             self.rule(q, g, step, **dict(zip(kept, arrays)), **arguments)
         touch(p, f"{type(self).__name__}.step")
+
+
+# -- update rules ----------------------------------------------------------------------------------
 
 
 class SGD(Rule):
@@ -5410,7 +5417,7 @@ class Adam(Rule):
         exp_avg_sq += change
         if amsgrad:
             exp_avg_sq = np.maximum(max_exp_avg_sq, exp_avg_sq, out=max_exp_avg_sq)
-        # Averages that began at zero are too small: their weights sum to this instead of 1.
+        # The bias: averages that began at zero are too small; their weights sum to this, not 1.
         weight, weight_sq = (1 - beta**step for beta in betas)
         # p -= lr * (exp_avg / weight) / (sqrt(exp_avg_sq / weight_sq) + eps), in fewer passes
         root = math.sqrt(weight_sq)
@@ -5992,6 +5999,9 @@ def random_split(dataset: Any, lengths: Sequence[float],
     return [Subset(dataset, order[start : start + n]) for start, n in zip(starts, parts)]
 
 
+# -- orders ----------------------------------------------------------------------------------------
+
+
 class Sampler:
     """Anything that gives the indices of samples."""
 
@@ -6011,7 +6021,7 @@ class SequentialSampler(Sampler):
 
 
 class RandomSampler(SequentialSampler):
-    """A new order every epoch; the order is a function of (seed, epoch), so that two loaders
+    """Shuffles anew every epoch; the order is a function of (seed, epoch), so that two loaders
     with one seed, and all ranks of a distributed run, agree epoch by epoch."""
 
     def __init__(self, data_source: Any, replacement: bool = False, num_samples: int | None = None,
@@ -6121,6 +6131,9 @@ class BatchSampler(Sampler):
         return n // self.batch_size if self.drop_last else -(-n // self.batch_size)
 
 
+# -- batches ---------------------------------------------------------------------------------------
+
+
 def default_collate(samples: Sequence[Any]) -> Any:
     """One batch from many samples: tensors are stacked; tuples, lists and dicts by position."""
     first = samples[0]
@@ -6226,7 +6239,7 @@ def save(obj: Any, path: Any) -> None:
         model.load_state_dict({name.removeprefix("model."): tensor
                                for name, tensor in state.items() if name.startswith("model.")})
 
-    The file appears under its name only when it is complete."""
+    Saving is atomic: the file appears under its name only when it is complete."""
     tensors: dict[str, np.ndarray] = {}
     tree = flattened(obj, "", tensors)
     is_flat = (isinstance(obj, dict) and list(obj) == list(tensors)
