@@ -75,6 +75,13 @@ def outputs(*arguments, **settings):
 both = pytest.mark.parametrize("transport", ["tcp", "udp"])
 
 
+def test_the_other_worker_agrees_with_the_vectors():
+    done = subprocess.run([NODE, str(HERE / "interop" / "vectors.mjs")], capture_output=True,
+                          text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[0]) > 500
+
+
 @both
 @pytest.mark.parametrize("kinds", [("python", "node"), ("node", "python"),
                                    ("python", "node", "node"),

@@ -14,6 +14,7 @@ import crypto from "node:crypto";
 import dgram from "node:dgram";
 import dns from "node:dns/promises";
 import net from "node:net";
+import { fileURLToPath } from "node:url";
 
 const now = () => performance.now() / 1000;
 const sleep = seconds => new Promise(resolve => setTimeout(resolve, 1000 * seconds));
@@ -1598,4 +1599,9 @@ async function main() {
   process.exitCode = error ? 1 : 0;
 }
 
-main();
+if (process.argv[1] === fileURLToPath(import.meta.url)) main();
+
+export {
+  CODES, COMBINE, DTYPES, KINDS, Node, Seal, Session, UdpStream, bytesOf, frame, pack, shareOf,
+  tree, unpack, udpHead,
+};
