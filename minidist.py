@@ -5401,11 +5401,12 @@ class Rule(Optimizer):
             arguments = arguments_of(cls.rule)
             cls.kept = tuple(n for n, default in arguments.items() if default is REQUIRED)[3:]
             cls.options = {n: d for n, d in arguments.items() if d is not REQUIRED}
-        cls.__signature__ = signature({"params": REQUIRED, **cls.options})
+        if "options" in vars(cls):
+            cls.__signature__ = signature({"params": REQUIRED, **cls.options})
 
     def __init__(self, *args: Any, **options: Any) -> None:
         # How PyTorch shall compute it, not what: without meaning here.
-        for name in ("foreign", "fused", "capturable", "differentiable"):
+        for name in ("foreach", "fused", "capturable", "differentiable"):
             if options.pop(name, None) and name == "differentiable":
                 raise ValueError("differentiable=True is not available: steps are not recorded")
         defaults = bind(type(self).__name__, self.__signature__, args, options)
@@ -7714,10 +7715,12 @@ def missing(owner: str, name: str, names: Iterable[str]) -> str:
     places = [m for m, module in sys.modules.items()
               if m.startswith("minidist.") and vars(module).get(name) is not None]
     near = difflib.get_close_matches(name.lower(), known, 1, 0.67)
-    hint = (f": {NEAREST[name]}" if name in NEAREST else f": it is in {places[0]}" if places else
-            f": NumPy has np.{name}, and x.numpy() is a tensor's array" if hasattr(np, name) else
-            f": the nearest is {known[near[0]]!r}" if near else
-            f": there are {', '.join(known.values())}" if len(known) <= 12 else "")
+    hints = ([NEAREST[name]] if name in NEAREST else [f"it is in {places[0]}"] if places else
+             [f"the nearest is {known[lower]!r}" for lower in near] +
+             [f"NumPy has np.{name}, and x.numpy() is a tensor's array"] * hasattr(np, name))
+    if not hints and len(known) <= 12:
+        hints = [f"there are {', '.join(known.values())}"]
+    hint = f": {'; '.join(hints)}" if hints else ""
     return f"{owner} has no {name!r} (of PyTorch, it holds a chosen part){hint}"
 
 

@@ -277,6 +277,13 @@ def test_a_step_after_forward_is_noticed():
         loss.backward()
 
 
+def test_how_torch_computes_is_without_meaning():
+    w = nn.Parameter(md.ones(2))
+    for option in ("foreach", "fused", "capturable", "differentiable"):
+        assert option not in md.optim.AdamW([w], **{option: False}).defaults
+    assert md.optim.Adam([w], foreach=True, fused=True).defaults["lr"] == 1e-3
+
+
 def test_refusals():
     w = nn.Parameter(md.ones(2))
     for make_it, words in (

@@ -1097,5 +1097,5 @@ def test_names_left_out():
     for path, name, nearest in (("nn", "Conv3d", "Conv2d"), ("nn.functional", "conv3d", "conv2d"),
                                 ("optim", "NAdam", "Adam"), ("", "logaddexp2", "logaddexp")):
         module = importlib.import_module(f"minidist.{path}" if path else "minidist")
-        with pytest.raises(AttributeError, match=f"has no '{name}'; the nearest is '{nearest}'"):
+        with pytest.raises(AttributeError, match=f"has no '{name}'.*the nearest is '{nearest}'"):
             getattr(module, name)
