@@ -137,7 +137,8 @@ def test_large_and_strided_parameters(name):
     theirs = [torch.nn.Parameter(torch.tensor(x)) for x in (a, a, a[:, :30].copy())]
     ours = [nn.Parameter(md.tensor(x)) for x in (a, a, a[:, :30].copy())]
     ours[1].data = md.from_numpy(np.asfortranarray(a))
-    options = {"weight_decay": 0.1, **({"momentum": 0.9} if name in ("SGD", "RMSprop") else {})}
+    options = {"weight_decay": 0.1, **{"SGD": {"momentum": 0.9, "dampening": 0.5},
+                                       "RMSprop": {"momentum": 0.9}}.get(name, {})}
     for m, params in ((md, ours), (torch, theirs)):
         optimizer = getattr(m.optim, name)(params, **options)
         for p in params:
