@@ -3181,6 +3181,13 @@ class Windows(NamedTuple):
         return np.moveaxis(w, 1, -1).reshape(self.groups, len(w) // self.groups, -1)
 
 
+def kth_elements(size: Sequence[int], kernel: Any, stride: Any, dilation: Any) -> Iterator[tuple]:
+    """For each place in the kernel the index of what all windows show there, a strided view."""
+    places = [(m - (k - 1) * d - 1) // s + 1 for m, k, s, d in zip(size, kernel, stride, dilation)]
+    for offset in np.ndindex(*kernel):
+        yield (..., *(slice(k * d, k * d + (p - 1) * s + 1, s)
+                      for k, d, p, s in zip(offset, dilation, places, stride)))
+
 def channels_last(x: np.ndarray, groups: int) -> np.ndarray:
     """(batch, channels, *places) as rows (groups, batch * places, channels / groups)."""
     batch, channels, *places = x.shape
@@ -3207,11 +3214,11 @@ def _conv(x, w, b, *, how):
     w=lambda u, g, how: _conv_to_weight(g, u, how=how))
 def _conv_to_input(g, w, *, size, how):
     """Spread the gradient of each place over the window that it saw."""
-    n, groups = len(size), how.groups
+    n, groups, places = len(size), how.groups, g.shape[2:]
     channels = w.shape[1] * groups
-    if set(how.stride) == {1}:
+    if set(how.stride) == {1} and math.prod(size) * len(w) <= 4 * math.prod(places) * channels:
         # Turned round: each element sums what the places around it got, by the kernels mirrored.
-        # Another convolution, seven times faster than adding windows up.
+        # Another convolution, whose rows are copied seven times faster than they are added up.
         padding = tuple((s - 1 - a, s - 1 - b) for s, (a, b) in zip(how.span, how.padding))
         if min(map(min, padding)) >= 0:
             turned = np.flip(w, tuple(range(2, 2 + n)))
@@ -3220,13 +3227,15 @@ def _conv_to_input(g, w, *, size, how):
                                     how=how._replace(padding=padding))
     out = np.zeros((len(g), channels, *size), g.dtype)
     wide = tuple(m + a + b for m, (a, b) in zip(size, how.padding))
-    matrices = how.matrices(w)
+    matrices = how.matrices(w).swapaxes(1, 2)
+    offsets = list(kth_elements(wide, how.kernel, how.stride, how.dilation))
     for block in how.blocks(out.shape):
-        rows = channels_last(g[block], groups) @ matrices
-        rows = rows.reshape(groups, -1, *g.shape[2:], *how.kernel, w.shape[1])
-        order = (1, 0, 2 + 2 * n, *range(2, 2 + 2 * n))
-        images = fold.op.formula(rows.transpose(order), size=wide, stride=how.stride,
-                                 dilation=how.dilation).reshape(-1, channels, *wide)
+        columns = matrices @ channels_last(g[block], groups).swapaxes(1, 2)
+        columns = columns.reshape(groups, len(offsets), w.shape[1], -1, *places)
+        images = np.zeros((groups, *columns.shape[2:4], *wide), g.dtype)
+        for k, where in enumerate(offsets):
+            images[where] += columns[:, k]
+        images = np.moveaxis(images.reshape(channels, -1, *wide), 0, 1)
         out[(block, ..., *how.shown(size))] = images[(..., *how.inside(size))]
     return out
 
@@ -3309,16 +3318,9 @@ conv_transpose1d, conv_transpose2d = transposed_convolution(1), transposed_convo
 
 # -- pooling ---------------------------------------------------------------------------------------
 #
-# A window's k-th elements, of all windows at once, are one strided view of the input. Pooling
-# compares these views, a dozen times faster than windows one by one.
+# Pooling compares the first, second, third ... elements of all windows, each a strided view of
+# the input: a dozen times faster than windows one by one.
 
-
-def kth_elements(size: Sequence[int], kernel: Any, stride: Any, dilation: Any) -> Iterator[tuple]:
-    """For each offset in the kernel the index of what it meets at all places of the window."""
-    places = [(m - (k - 1) * d - 1) // s + 1 for m, k, s, d in zip(size, kernel, stride, dilation)]
-    for offset in np.ndindex(*kernel):
-        yield (..., *(slice(k * d, k * d + (p - 1) * s + 1, s)
-                      for k, d, p, s in zip(offset, dilation, places, stride)))
 
 @op(residuals={"index": None}, x=lambda g, x_shape, index, kernel, stride, dilation:
     unpicked(g, index=to_array(index), size=x_shape[2:], kernel=kernel, stride=stride,
