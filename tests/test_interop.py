@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import certificates
+
 HERE = Path(__file__).parent
 KEY = bytes(range(32)).hex()
 NODE = shutil.which("node") or "/usr/bin/node"
@@ -82,10 +84,9 @@ def test_the_other_worker_agrees_with_the_vectors():
     assert int(done.stdout.split()[0]) > 500
 
 
-@both
-@pytest.mark.parametrize("kinds", [("python", "node"), ("node", "python"),
-                                   ("python", "node", "node"),
-                                   ("node", "python", "node", "python", "node")], ids="-".join)
+@pytest.mark.parametrize("transport, kinds", [
+    ("tcp", ("node", "python")), ("udp", ("python", "node", "node")),
+    ("tcp", ("node", "python", "node", "python", "node"))])
 def test_collectives_have_the_same_bits(transport, kinds):
     results = outputs(transport, *kinds, program=["collectives"])
     lines = [[line for line in out.splitlines() if not line.startswith("reduce_scatter")]
@@ -110,6 +111,34 @@ def test_downpour_ends_with_the_same_parameters(transport, kinds):
     ends = {out.splitlines()[-1] for _, out, _ in results[:2]}
     assert len(ends) == 1 and "end" in ends.pop()
     assert last_loss(results) < 0.15
+
+
+@pytest.mark.skipif(not certificates.AVAILABLE and not os.environ.get("CI"),
+                    reason="openssl is missing")
+@pytest.mark.parametrize("kinds", [("python", "node"), ("node", "python")], ids="-".join)
+def test_with_tls(kinds):
+    files = dict(zip(("tls_cert", "tls_key", "tls_ca"), certificates.certificate()))
+    results = outputs("tls", *kinds, program=["sync", 1], **files)
+    assert results[0][1] == results[1][1] and "end" in results[0][1]
+    files["tls_cert"], files["tls_key"], _ = certificates.certificate("x", signer="another")
+    with Job("tls", *kinds, program=["sync", 1], start_timeout=3, **files) as job:
+        assert all(code for code, _, _ in job.results())    # (own certificate, another's authority)
+
+
+@pytest.mark.parametrize("zero", ["python", "node"])
+def test_a_missing_rank_is_named(zero):
+    with Job("tcp", zero, "node", "python", program=["sync"], start_timeout=2) as job:
+        job.processes[2].kill()
+        for code, _, err in job.results()[:2]:
+            assert code and re.search("(nodes|rank) 2", err), err
+
+
+def test_a_killed_worker_does_not_stop_downpour():
+    with Job("tcp", "python", "node", SERVER, program=["downpour", 40, 0.02]) as job:
+        assert job.processes[1].stdout.readline().startswith("step 0")
+        job.processes[1].kill()
+        (code, out, err), _, (served, _, _) = job.results()
+        assert code == served == 0 and "end" in out and float(err.split()[-1]) < 0.15, err
 
 
 def last_loss(results):

@@ -374,6 +374,84 @@ def test_fields_that_do_not_fit_say_what_the_fields_are():
         p.Outgoing(p.OPAQUE, (1,), [np.zeros((4, 4))[:, 1]], 0)
 
 
+# ---- the table of states (section 9.1) -----------------------------------------------------
+
+GREETED = {side: vectors.greeting(side, nonce) for side, nonce in (
+    (b"D", vectors.DIAL_NONCE), (b"A", vectors.ACCEPT_NONCE))}
+PROOFS = {side: vectors.frame(p.PROOF, vectors.proof(side, GREETED[b"D"], GREETED[b"A"]))
+          for side in (b"D", b"A")}
+JOIN_FRAME = vectors.join(1, 0, 7, "127.0.0.1:9")
+SAID = {"PROOF, wrong": vectors.frame(p.PROOF, bytes(32)), "JOIN": JOIN_FRAME,
+        "WELCOME": vectors.welcome(0, 7),
+        "ERROR": vectors.frame(p.ERROR, struct.pack(">H", 32) + vectors.text("why")),
+        "PING": vectors.frame(p.PING, bytes(6)), "GOODBYE": vectors.frame(p.GOODBYE),
+        "other known kind": vectors.frame(p.OPAQUE, bytes(8))}
+
+
+def sessions_in(column):
+    """The sides that can be in that state."""
+    if column == "open":
+        return opened()
+    sides = {"joining, dialer": [True], "joining, acceptor": [False], "deciding": [False]}.get(
+        column, [True, False])
+    made = [session(int(dialer), dialer) for dialer in sides]
+    for one in made:
+        if column != "greeting":
+            feed(one, GREETED[one.other])
+        if column not in ("greeting", "proving"):
+            feed(one, PROOFS[one.other])
+        if column == "deciding":
+            feed(one, JOIN_FRAME)
+        said(one)
+    return made
+
+
+def states_table():
+    section = (ROOT / "PROTOCOL.md").read_text().split("### 9.1")[1].split("### 9.2")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")]
+            for line in section.splitlines() if line.startswith("| ")]
+    return [(event, column, cell) for event, *cells in rows[1:]
+            for column, cell in zip(rows[0][1:], cells, strict=True)]
+
+
+@pytest.mark.parametrize("event, column, cell", [
+    row for row in states_table() if row[2] != "-" and row[0] not in (
+        "greeting, right", "greeting, wrong",           # the vectors; what the node sees:
+        "the node refuses", "silence", "end of stream")])
+def test_every_cell_of_the_table_of_states(event, column, cell):
+    for one in sessions_in(column):
+        error = None
+        try:
+            if event == "the node accepts":
+                one.accept()
+                events = []
+            elif event == "5 s since connect":
+                events = one.tick(5.0)
+            else:
+                events = feed(one, PROOFS[one.other] if event == "PROOF, right" else SAID[event])
+        except ProtocolError as raised:
+            error = p.ERRORS[raised.code].name
+        told = [data[2] for data in one.out if data[:2] == b"MD"]
+        if cell.isupper():                      # the name of an error
+            assert (error, one.state, told) == (cell, p.CLOSED, [p.ERROR])
+        elif event == "5 s since connect":
+            assert error == "HANDSHAKE_TIMEOUT" and one.state == p.CLOSED
+            assert told == ([p.ERROR] if cell == "ERROR; closed" else [])
+        elif cell == "closed" or event == "ERROR":
+            assert (error, one.state, told) == (None, p.CLOSED, [])
+        elif event == "PROOF, right":
+            assert one.state == p.JOINING
+            assert told == [p.PROOF, p.JOIN] * (one.side == p.DIALER)
+        elif event == "GOODBYE":
+            assert one.left and told == [p.GOODBYE]
+        else:
+            assert (one.state, told) == {
+                "deciding": (p.DECIDE, []), "open": (p.OPEN, []), "deliver": (p.OPEN, []),
+                "send WELCOME; open": (p.OPEN, [p.WELCOME]),
+                "send PONG": (p.OPEN, [p.PONG])}[cell]
+            assert cell != "deliver" or [each.kind for each in events] == [p.OPAQUE]
+
+
 def udp_listener(v, opened):
     """An endpoint with the ids and nonces of the vectors, open to a dialler or not."""
     named = [bytes.fromhex(v[name]) for name in (
@@ -679,7 +757,7 @@ RULES = {
     "7-2": (HERE, "test_P31_elements"),
     "8-1": (HERE, "test_after_goodbye_nothing_is_said"),
     "8-2": (HERE, "test_negative_vectors"),
-    "9.1-1": (HERE, "test_negative_vectors"),
+    "9.1-1": (HERE, "test_every_cell_of_the_table_of_states"),
     "9.2-1": (THERE, "test_P27_the_same_rank_twice_is_refused"),
     "9.2-2": (HERE, "test_P6_transcripts_in_pieces_of_any_size"),
     "9.2-3": (THERE, "test_all_nodes_dial_each_other_at_once_and_nobody_hears_of_it"),

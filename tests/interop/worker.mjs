@@ -7,13 +7,15 @@
 //
 //     RANK=1 WORLD_SIZE=2 MASTER_PORT=29500 MINIDIST_KEY=... node worker.mjs PROGRAM [ARGUMENT ...]
 //
-//     1 Values and frames      3 TCP       5 Node               7 Training
-//     2 Session                4 UDP       6 Collectives        8 Programs
+//     1 Values and frames      3 TCP and TLS    5 Node               7 Training
+//     2 Session                4 UDP            6 Collectives        8 Programs
 
 import crypto from "node:crypto";
 import dgram from "node:dgram";
 import dns from "node:dns/promises";
+import fs from "node:fs";
 import net from "node:net";
+import tls from "node:tls";
 import { fileURLToPath } from "node:url";
 
 const now = () => performance.now() / 1000;
@@ -384,7 +386,7 @@ class Session {
   }
 }
 
-// ---- 3 TCP -------------------------------------------------------------------------------------
+// ---- 3 TCP and TLS -----------------------------------------------------------------------------
 
 class TcpStream {
   constructor(socket) {
@@ -406,13 +408,20 @@ class TcpStream {
 }
 
 const Tcp = {
-  async listen(host, port, accept) {
-    this.server = net.createServer(socket => accept(new TcpStream(socket)));
+  async listen(host, port, accept, job) {
+    const taken = socket => accept(new TcpStream(socket));
+    if (job.transport === "tls") {          // [3-6]
+      const [cert, key, ca] = job.tls.map(file => fs.readFileSync(file));
+      this.tls = { cert, key, ca, minVersion: "TLSv1.3", rejectUnauthorized: true };
+      this.server = tls.createServer({ ...this.tls, requestCert: true }, taken);
+    } else this.server = net.createServer(taken);
     await new Promise((resolve, reject) => this.server.once("error", reject).listen(
       { host, port, ipv6Only: true }, resolve));
     return this.server.address().port;
   },
-  dial: place => new TcpStream(net.connect(place)),
+  dial(place) {
+    return new TcpStream(this.tls ? tls.connect({ ...place, ...this.tls }) : net.connect(place));
+  },
   async close() { this.server.close(); },
 };
 
@@ -870,10 +879,8 @@ const Udp = {                               // one socket for all connections
   connections: new Map(), half: new Map(), incarnation: crypto.randomBytes(8),
   secret: crypto.randomBytes(32), patience: 60,
 
-  async listen(host, port, accept, key) {
-    this.key = key;
-    this.handshake = new Seal(key, "minidist udp handshake");
-    this.accept = accept;
+  async listen(host, port, accept, { key }) {
+    Object.assign(this, { key, accept, handshake: new Seal(key, "minidist udp handshake") });
     this.socket = dgram.createSocket(
       net.isIPv6(host) ? { type: "udp6", ipv6Only: true } : "udp4");
     this.socket.on("message", (data, place) => this.receive(data, place));
@@ -990,7 +997,7 @@ class Node {
     if (!this.job.key && !loopback) throw new Error(`will not listen on ${local} without a key`);
     const own = await this.driver.listen(local, at, stream => {
       this.sessions.add(new Session(this, stream, "A"));
-    }, this.job.key);
+    }, this.job);
     this.address = net.isIPv6(local) ? `[${local}]:${own}` : `${local}:${own}`;
     this.timer = setInterval(() => this.sessions.forEach(session => session.tick()), 250);
     this.giveUp = now() + this.job.startTimeout;
@@ -998,7 +1005,15 @@ class Node {
       this.links[0].address = net.isIPv6(host) ? `[${host}]:${port}` : `${host}:${port}`;
       this.reach(this.links[0]);
     }
+    // Node 0 gives up first: it alone knows who is missing, and tells the others [9.2-4].
+    const late = setTimeout(() => {
+      const missing = this.links.filter(link => link.peer && !link.open).map(link => link.peer);
+      this.failure ??= new ProtocolError("ABORTED", this.node ? "node 0 sent no roster"
+        : `nodes ${missing} did not join in ${this.job.startTimeout} s`);
+      this.wakeAll();
+    }, 1000 * (this.job.startTimeout + Math.sign(this.node)));
     await this.until(() => this.ready || this.size === 1);
+    clearTimeout(late);
   }
 
   async until(done) {
@@ -1578,6 +1593,7 @@ function job(env) {
     master: { host: env.MASTER_ADDR || "127.0.0.1", port: number("MASTER_PORT", 29500) },
     key: env.MINIDIST_KEY ? Buffer.from(env.MINIDIST_KEY, "hex") : null,
     name: env.MINIDIST_JOB || "minidist", generation: number("MINIDIST_GENERATION", 0),
+    tls: ["CERT", "KEY", "CA"].map(name => env[`MINIDIST_TLS_${name}`]),
     transport: env.MINIDIST_TRANSPORT || "tcp", checksums: env.MINIDIST_CHECKSUMS === "1",
     startTimeout: number("MINIDIST_START_TIMEOUT", 60), timeout: number("MINIDIST_TIMEOUT", 300),
     heartbeat: number("MINIDIST_HEARTBEAT", 1), patience: number("MINIDIST_HEARTBEAT_TIMEOUT", 10),
