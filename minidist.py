@@ -853,8 +853,9 @@ def touch(x: Tensor, change: str) -> None:
     x._storage.changed_by = change
 
 
-def write(x: Tensor, value: Tensor, change: str) -> Tensor:
-    """Put value's elements into x's memory and move x's place in the graph to value's."""
+def write(x: Tensor, value: Tensor, change: str, derived: bool = False) -> Tensor:
+    """Put value's elements into x's memory and move x's place in the graph to value's, which may
+    be derived from what x was: else that is overwritten, and its gradient is 0."""
     base = x._view.base if x._view is not None else x
     recording = _grad_enabled.get() and (value.requires_grad or edge_of(x) is not None)
     if _grad_enabled.get() and (base._leaf or x._leaf):
@@ -870,7 +871,7 @@ def write(x: Tensor, value: Tensor, change: str) -> Tensor:
         )
     if recording:
         value = value.to(x.dtype)
-        if base is x and value.requires_grad:
+        if base is x and derived:
             x._edge = edge_of(value)
         else:
             path = x._view.path if x._view is not None else ()
@@ -1544,13 +1545,15 @@ def along(index: np.ndarray, dim: int) -> tuple:
 @op(view=True, x=lambda g, x_shape, offset, dim1, dim2:
     on_diagonal(g, shape=x_shape, offset=offset, dim1=dim1, dim2=dim2))
 def _diagonal(x, *, offset, dim1, dim2):
-    return np.diagonal(x, offset, dim1, dim2)
+    line = np.diagonal(x, offset, dim1, dim2)
+    line.flags.writeable = x.flags.writeable  # NumPy says no, without need
+    return line
 
 @op(x=lambda g, offset, dim1, dim2: _diagonal(g, offset=offset, dim1=dim1, dim2=dim2))
 def on_diagonal(x, *, shape, offset, dim1, dim2):
     out = np.zeros(shape, x.dtype)
     line = np.diagonal(out, offset, dim1, dim2)
-    line.flags.writeable = True  # NumPy marks diagonals read-only, this one is ours
+    line.flags.writeable = True
     line[...] = x
     return out
 
@@ -2387,7 +2390,7 @@ def setitem(self: Tensor, index: Any, value: Any) -> None:
         write(_getitem(self, index=index), value, "an assignment to a slice")
     elif _grad_enabled.get() and (value.requires_grad or edge_of(self) is not None):
         before = wrap(self._array.copy(), edge_of(self))
-        write(self, replaced(before, value, index=index), "an assignment to an index")
+        write(self, replaced(before, value, index=index), "an assignment to an index", True)
     else:
         self._array[index] = value._array
         touch(self, "an assignment to an index")
@@ -2409,7 +2412,7 @@ def in_place(function: Callable, name: str) -> Callable[..., Tensor]:
         value = function(before, *args, **options)
         if CATEGORY[value.dtype.kind] > CATEGORY[self.dtype.kind]:
             raise RuntimeError(f"{name} would give {value.dtype}, which {self.dtype} cannot hold")
-        return write(self, value, name)
+        return write(self, value, name, derived=True)
 
     return method
 
