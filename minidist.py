@@ -48,6 +48,7 @@ import math
 import os
 import pathlib
 import sys
+import threading
 import time
 import weakref
 from collections import OrderedDict
@@ -2901,11 +2902,48 @@ def composed(plain: Callable, residuals: str = "") -> Callable:
     return with_derivative
 
 
-def blocks(n: int, width: int = 1) -> Iterator[slice]:
+def blocks(n: int, width: int = 1) -> list[slice]:
     """Slices of n rows, each of about 32 K elements: with a few arrays beside it, a block stays
     in a second-level cache."""
     step = max(1, 2**15 // max(width, 1))
-    return (slice(i, i + step) for i in range(0, n, step))
+    return [slice(i, i + step) for i in range(0, n, step)]
+
+
+def each(work: Callable[[Any], Any], todo: Sequence, elements: int) -> list:
+    """[work(x) for x in todo], shared out between threads where there are many elements.
+
+    NumPy lets go of the interpreter lock while it computes. As many threads run as BLAS would
+    use for one product, and each computes its products alone. A thread costs a tenth of a
+    millisecond, so small jobs are done at once. Results come in order and are summed in order:
+    they have the same bits for any number of threads."""
+    results: list[Any] = [None] * len(todo)
+    threads = min(get_num_threads(), len(todo)) if elements >= 2**18 else 1
+    errors: list[BaseException] = []
+
+    def share(k: int) -> None:
+        try:
+            for i in range(k, len(todo), threads):
+                results[i] = work(todo[i])
+        except BaseException as error:
+            errors.append(error)
+
+    if threads < 2:
+        share(0)
+    else:
+        # NumPy's errstate and our own modes are context variables, which threads do not inherit.
+        others = [threading.Thread(target=contextvars.copy_context().run, args=(share, k))
+                  for k in range(1, threads)]
+        limit = openblas("set") or (lambda threads: None)
+        limit(1)
+        for thread in others:
+            thread.start()
+        share(0)
+        for thread in others:
+            thread.join()
+        limit(threads)
+    if errors:
+        raise errors[0]
+    return results
 
 
 # -- activations -----------------------------------------------------------------------------------
@@ -2994,9 +3032,10 @@ def _gelu(x, *, approximate):
     """The value and, from the same exponentials, the slope: backward is one product."""
     x = np.asarray(x, order="C")
     out, slope = np.empty_like(x), np.empty_like(x)
-    flat_x, flat_out, flat_slope = x.reshape(-1), out.reshape(-1), slope.reshape(-1)
-    for block in blocks(x.size):
-        z, cdf, pdf = flat_x[block], flat_out[block], flat_slope[block]
+    flat = x.reshape(-1), out.reshape(-1), slope.reshape(-1)
+
+    def work(block: slice) -> None:
+        z, cdf, pdf = (a[block] for a in flat)
         square = z * z
         if approximate == "tanh":
             c = math.sqrt(2 / math.pi)
@@ -3017,6 +3056,8 @@ def _gelu(x, *, approximate):
         pdf *= z
         pdf += cdf
         cdf *= z
+
+    each(work, blocks(x.size), x.size)
     return out, slope
 
 def normal_cdf(x: np.ndarray, pdf: np.ndarray, out: np.ndarray) -> None:
@@ -3141,12 +3182,12 @@ class Windows(NamedTuple):
         return tuple((n + a + b - span) // s + 1 for n, s, (a, b), span in
                      zip(size, self.stride, self.padding, self.span))
 
-    def blocks(self, x_shape: Sequence[int]) -> Iterator[slice]:
+    def blocks(self, x_shape: Sequence[int]) -> list[slice]:
         """So many images at a time that their rows take about 4 MB."""
         batch, channels, *size = x_shape
         one = math.prod((*self.places(size), channels, *self.kernel))
         step = max(1, 2**20 // max(one, 1))
-        return (slice(i, i + step) for i in range(0, batch, step))
+        return [slice(i, i + step) for i in range(0, batch, step)]
 
     def inside(self, size: Sequence[int]) -> tuple[Any, ...]:
         """Where images lie in padded ones."""
@@ -3205,12 +3246,15 @@ def _conv(x, w, b, *, how):
     places = how.places(x.shape[2:])
     out = np.empty((len(x), len(w), *places), x.dtype)
     columns = how.matrices(w).swapaxes(1, 2)
-    for block in how.blocks(x.shape):
+
+    def work(block: slice) -> None:
         part = out[block].reshape(-1, how.groups, len(w) // how.groups, math.prod(places))
         rows = how.rows(x[block]) @ columns  # (groups, batch * places, out / groups)
         part[...] = rows.reshape(how.groups, len(part), -1, part.shape[2]).transpose(1, 0, 3, 2)
         if b is not None:
             part += b.reshape(how.groups, -1, 1)
+
+    each(work, how.blocks(x.shape), out.size)
     return out
 
 @op(g=lambda u, w, how: _conv(u, w, None, how=how),
@@ -3232,7 +3276,8 @@ def _conv_to_input(g, w, *, size, how):
     wide = tuple(m + a + b for m, (a, b) in zip(size, how.padding))
     matrices = how.matrices(w).swapaxes(1, 2)
     offsets = list(kth_elements(wide, how.kernel, how.stride, how.dilation))
-    for block in how.blocks(out.shape):
+
+    def work(block: slice) -> None:
         columns = matrices @ channels_last(g[block], groups).swapaxes(1, 2)
         columns = columns.reshape(groups, len(offsets), w.shape[1], -1, *places)
         images = np.zeros((groups, *columns.shape[2:4], *wide), g.dtype)
@@ -3240,15 +3285,20 @@ def _conv_to_input(g, w, *, size, how):
             images[where] += columns[:, k]
         images = np.moveaxis(images.reshape(channels, -1, *wide), 0, 1)
         out[(block, ..., *how.shown(size))] = images[(..., *how.inside(size))]
+
+    each(work, how.blocks(out.shape), out.size)
     return out
 
 @op(g=lambda u, x, how: _conv(x, u, None, how=how),
     x=lambda u, g, x_shape, how: _conv_to_input(g, u, size=x_shape[2:], how=how))
 def _conv_to_weight(g, x, *, how):
     out, inner = g.shape[1] // how.groups, x.shape[1] // how.groups
-    total = np.zeros((how.groups, out, math.prod(how.kernel) * inner), x.dtype)
-    for block in how.blocks(x.shape):
-        total += channels_last(g[block], how.groups).swapaxes(1, 2) @ how.rows(x[block])
+
+    def work(block: slice) -> np.ndarray:
+        return channels_last(g[block], how.groups).swapaxes(1, 2) @ how.rows(x[block])
+
+    total = sum(each(work, how.blocks(x.shape), g.size),
+                np.zeros((how.groups, out, math.prod(how.kernel) * inner), x.dtype))
     return np.moveaxis(total.reshape(g.shape[1], *how.kernel, inner), -1, 1)
 
 def channel_sums(x: Any) -> Any:
@@ -3474,44 +3524,51 @@ def per_channel(out: Any, weight: Any, bias: Any) -> Any:
 @composed(lambda x, w, b, mean, scale, eps:
           per_channel(standardized(x, (0, *range(2, x.ndim)), eps), w, b))
 def batch_norm_backward(g, needs, x, w, b, mean, scale, eps):
-    batch, channels, n = len(x), x.shape[1], math.prod(x.shape[2:])
-    dx = np.empty(x.shape, x.dtype)
-    x, g, out = (a.reshape(batch, channels, n) for a in (x, g, dx))
-    along_ones, along_out = channel_sums(g)[:, None], np.zeros((channels, 1), x.dtype)
-    for block in blocks(batch, channels * n):
-        along_out += np.vecdot(g[block], x[block] - mean).sum(0)[:, None]
-    along_out *= scale
+    dx, n = np.empty(x.shape, x.dtype), x.size // x.shape[1]
+    x, g, out = (a.reshape(*x.shape[:2], -1) for a in (x, g, dx))
+    along_ones = channel_sums(g)[:, None]
+    along_out = scale * sum(each(
+        lambda block: np.vecdot(g[block], x[block] - mean).sum(0), blocks(len(x), x[0].size),
+        x.size))[:, None]
+    factor = scale if w is None else scale * w[:, None]
+    slope, shift = -factor * scale * along_out / n, -factor * along_ones / n
+
+    def work(block: slice) -> None:
+        part, distance = out[block], x[block] - mean
+        distance *= slope
+        np.multiply(g[block], factor, out=part)
+        part += distance
+        part += shift
+
     if needs[0]:
-        factor = scale if w is None else scale * w[:, None]
-        slope, shift = -factor * scale * along_out / (batch * n), -factor * along_ones / (batch * n)
-        for block in blocks(batch, channels * n):
-            part, distance = out[block], x[block] - mean
-            distance *= slope
-            np.multiply(g[block], factor, out=part)
-            part += distance
-            part += shift
+        each(work, blocks(len(x), x[0].size), x.size)
     results = dx, along_out[:, 0], along_ones[:, 0]
     return tuple(r if need else None for r, need in zip(results, needs))
 
 @batch_norm_backward
 def _batch_norm(x, w, b, *, mean, scale, eps):
     out = np.empty(x.shape, x.dtype)
-    x, result = x.reshape(len(x), x.shape[1], -1), out.reshape(len(x), x.shape[1], -1)
+    x, result = (a.reshape(*x.shape[:2], -1) for a in (x, out))
     factor = scale if w is None else scale * w[:, None]
-    for block in blocks(len(x), x[0].size):
+
+    def work(block: slice) -> None:
         part = result[block]
         np.subtract(x[block], mean, out=part)
         part *= factor
         if b is not None:
             part += b[:, None]
+
+    each(work, blocks(len(x), x[0].size), x.size)
     return out
 
 def channel_variance(x: np.ndarray, mean: np.ndarray) -> np.ndarray:
-    x, total = x.reshape(len(x), x.shape[1], -1), np.zeros(x.shape[1], x.dtype)
-    for block in blocks(len(x), x[0].size):
+    x = x.reshape(*x.shape[:2], -1)
+
+    def squares(block: slice) -> np.ndarray:
         distance = x[block] - mean[:, None]
-        total += np.vecdot(distance, distance).sum(0)
-    return total / (len(x) * x.shape[2])
+        return np.vecdot(distance, distance).sum(0)
+
+    return sum(each(squares, blocks(len(x), x[0].size), x.size)) / (len(x) * x.shape[2])
 
 
 def batch_norm(input: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
@@ -3546,30 +3603,32 @@ def batch_norm(input: Tensor, running_mean: Tensor | None, running_var: Tensor |
 
 @composed(lambda x, w, b, eps: scaled(standardized(x, (x.ndim - 1,), eps), w, b), "mean scale")
 def layer_norm_backward(g, needs, x, w, b, eps, mean, scale):
-    rows, gradients, dx = all_rows(x), all_rows(g), np.empty(x.shape, x.dtype)
-    result, n = all_rows(dx), x.shape[-1]
-    ones, dw, db = np.ones((n, 1), x.dtype), np.zeros(n, x.dtype), np.zeros(n, x.dtype)
-    for block in blocks(*rows.shape):
+    dx, n = np.empty(x.shape, x.dtype), x.shape[-1]
+    rows, gradients, result = all_rows(x), all_rows(g), all_rows(dx)
+    ones = np.ones((n, 1), x.dtype)
+
+    def work(block: slice) -> np.ndarray:
         part, out, g = result[block], rows[block] - mean[block], gradients[block]
         out *= scale[block]
-        if needs[1]:
-            dw += column_sums(g * out)
-        if needs[2]:
-            db += column_sums(g)
+        sums = np.stack([column_sums(g * out), column_sums(g)])  # to w and b
         g = g if w is None else g * w
         along_ones, along_out = g @ ones, np.vecdot(g, out)[:, None]
         out *= along_out / n
         np.subtract(g, out, out=part)
         part -= along_ones / n
         part *= scale[block]
+        return sums
+
+    dw, db = sum(each(work, blocks(*rows.shape), x.size), np.zeros((2, n), x.dtype))
     return tuple(r if need else None for r, need in zip((dx, dw, db), needs))
 
 @layer_norm_backward
 def _layer_norm(x, w, b, *, eps):
-    out, rows, n = np.empty(x.shape, x.dtype), all_rows(x), x.shape[-1]
-    result, ones = all_rows(out), np.ones((n, 1), x.dtype)
+    out, n = np.empty(x.shape, x.dtype), x.shape[-1]
+    rows, result, ones = all_rows(x), all_rows(out), np.ones((n, 1), x.dtype)
     mean, scale = np.empty((2, len(rows), 1), x.dtype)
-    for block in blocks(*rows.shape):
+
+    def work(block: slice) -> None:
         part = result[block]
         mean[block] = rows[block] @ ones / n
         np.subtract(rows[block], mean[block], out=part)
@@ -3579,6 +3638,8 @@ def _layer_norm(x, w, b, *, eps):
             part *= w
         if b is not None:
             part += b
+
+    each(work, blocks(*rows.shape), x.size)
     return out, mean, scale
 
 def scaled(out: Any, weight: Any, bias: Any) -> Any:
@@ -3946,23 +4007,29 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor,
 # the sum of exponentials. Causal rows end with the last key that they may look at.
 
 
-def score_blocks(q: np.ndarray, k: np.ndarray, scale: float, causal: bool) -> Iterator[tuple]:
-    """Queries and keys (..., heads, time, width) in blocks: the samples and rows, and the keys
-    that they look at, as indices, and scale * queries @ keys.T."""
-    (*batch, heads, rows, _), keys = q.shape, k.shape[-2]
-    step = max(16, 2 ** (14 if causal else 15) // (heads * keys))  # short ones skip more
-    if causal:
-        future = np.triu(np.full((step, step), -math.inf, q.dtype), 1)
-    for sample in np.ndindex(*batch):
-        for block in (slice(i, i + step) for i in range(0, rows, step)):
-            seen = slice(0, min(block.stop, keys) if causal else keys)
-            looking = (*sample, slice(None), block)
-            seen_from = (*sample, slice(None), seen)
-            scores = (q[looking] * q.dtype.type(scale)) @ k[seen_from].swapaxes(-1, -2)
-            if causal and block.start < keys:
-                corner = scores[..., block.start :]
-                corner += future[: corner.shape[-2], : corner.shape[-1]]
-            yield looking, seen_from, scores
+class Scores:
+    """scale * queries @ keys.T for (..., heads, time, width), some rows of a sample at a time."""
+
+    def __init__(self, q: np.ndarray, k: np.ndarray, scale: float, causal: bool) -> None:
+        self.q, self.k, self.scale, self.causal = q, k, q.dtype.type(scale), causal
+        *batch, heads, rows, _ = q.shape
+        self.samples, self.size = list(np.ndindex(*batch)), math.prod(batch) * heads * rows
+        # Causal blocks are smaller: each skips what is past its last row.
+        self.step = max(16, 2 ** (14 if causal else 15) // (heads * k.shape[-2]))
+        corner = (min(self.step, rows), min(self.step, k.shape[-2])) if causal else (0, 0)
+        self.future = np.triu(np.full(corner, -math.inf, q.dtype), 1)
+
+    def of(self, sample: tuple) -> Iterator[tuple]:
+        """The rows of a block, the keys that they look at, both as indices, and their scores."""
+        for start in range(0, self.q.shape[-2], self.step):
+            block = slice(start, start + self.step)
+            seen = slice(0, block.stop if self.causal else None)
+            rows, keys = (*sample, slice(None), block), (*sample, slice(None), seen)
+            scores = (self.q[rows] * self.scale) @ self.k[keys].swapaxes(-1, -2)
+            if self.causal:
+                corner = scores[..., start:]
+                corner += self.future[: corner.shape[-2], : corner.shape[-1]]
+            yield rows, keys, scores
 
 def heads_last(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Memory for (..., heads, time, width) in which the heads of one time lie side by side, as
@@ -3974,30 +4041,38 @@ def heads_last(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
           attend(q, k, v, None, 0.0, causal, scale)[0], "sums")
 def attention_backward(g, needs, q, k, v, scale, causal, out, sums):
     dq, dk, dv = (heads_last(a.shape, a.dtype) for a in (q, k, v))
-    along_out = np.vecdot(g, out)[..., None]
-    for rows, seen, weights in score_blocks(q, k, scale, causal):
-        weights -= sums[rows]
-        np.exp(weights, out=weights)
-        dv[seen] += weights.swapaxes(-1, -2) @ g[rows]
-        slopes = g[rows] @ v[seen].swapaxes(-1, -2)
-        slopes -= along_out[rows]
-        slopes *= weights
-        slopes *= scale
-        dq[rows] = slopes @ k[seen]
-        dk[seen] += slopes.swapaxes(-1, -2) @ q[rows]
+    scores, along_out = Scores(q, k, scale, causal), np.vecdot(g, out)[..., None]
+
+    def work(sample: tuple) -> None:
+        for rows, keys, weights in scores.of(sample):
+            weights -= sums[rows]
+            np.exp(weights, out=weights)
+            dv[keys] += weights.swapaxes(-1, -2) @ g[rows]
+            slopes = g[rows] @ v[keys].swapaxes(-1, -2)
+            slopes -= along_out[rows]
+            slopes *= weights
+            slopes *= scores.scale
+            dq[rows] = slopes @ k[keys]
+            dk[keys] += slopes.swapaxes(-1, -2) @ q[rows]
+
+    each(work, scores.samples, scores.size * k.shape[-2])
     return tuple(d if need else None for d, need in zip((dq, dk, dv), needs))
 
 @attention_backward
 def _attention(q, k, v, *, scale, causal):
     out = heads_last((*q.shape[:-1], v.shape[-1]), q.dtype)
-    sums = np.empty((*q.shape[:-1], 1), q.dtype)
-    for rows, seen, weights in score_blocks(q, k, scale, causal):
-        top = np.max(weights, axis=-1, keepdims=True)
-        weights -= top
-        np.exp(weights, out=weights)
-        total = weights @ np.ones((weights.shape[-1], 1), q.dtype)
-        np.divide(weights @ v[seen], total, out=out[rows])
-        sums[rows] = top + np.log(total)
+    scores, sums = Scores(q, k, scale, causal), np.empty((*q.shape[:-1], 1), q.dtype)
+
+    def work(sample: tuple) -> None:
+        for rows, keys, weights in scores.of(sample):
+            top = np.max(weights, axis=-1, keepdims=True)
+            weights -= top
+            np.exp(weights, out=weights)
+            total = weights @ np.ones((weights.shape[-1], 1), q.dtype)
+            np.divide(weights @ v[keys], total, out=out[rows])
+            sums[rows] = top + np.log(total)
+
+    each(work, scores.samples, scores.size * k.shape[-2])
     return out, sums
 
 
@@ -7826,6 +7901,7 @@ def tune() -> bool:
         return False
 
 
+@functools.cache
 def openblas(action: str) -> Callable | None:
     """OpenBLAS's functions to "get" or "set" its number of threads, where NumPy brought it."""
     import ctypes
