@@ -210,6 +210,48 @@ def test_reductions_have_the_bits_of_the_document(row):
         assert result.tobytes().hex() == row["result"]
 
 
+@pytest.mark.parametrize("row", load("training")["rules"], ids=lambda r: r["rule"])
+def test_rules_of_servers_have_the_bits_of_the_document(row):
+    import minidist as md
+    server = md.ParameterServer(1)
+    server.on_message("INIT", 0, ("float32", 0, 2, row["rule"], {"lr": row["lr"]}),
+                      bytes.fromhex(row["before"]))
+    for i, (pushed, after) in enumerate(zip(row["pushes"], row["after"], strict=True), 1):
+        (answer,) = server.on_message("PUSH", 0, (i, i - 1, 0, 2, 1, "float32"),
+                                      bytes.fromhex(pushed))
+        assert answer.fields[1:] == (i, 1) and server.values.tobytes().hex() == after
+
+
+def test_a_synchronous_step_has_the_bits_of_the_document():
+    import minidist as md
+    from minidist import distributed as dist
+    from test_transports import cluster, each, values
+    row = load("training")["synchronous"]
+
+    def work(node):
+        model, mine, vectors_ = md.nn.Module(), row["ranks"][node.node], []
+        for name, dtype, data in zip(("scale", "shift"), ("f4", "f8"), row["before"]):
+            setattr(model, name, md.nn.Parameter(md.tensor(np.frombuffer(bytes.fromhex(data),
+                                                                         dtype).copy())))
+        group = dist.ProcessGroup(node, 2)
+        train = dist.Synchronous(model, md.optim.SGD(model.parameters(), lr=row["lr"]), group)
+        train.steps, train.samples, train.batch = row["step"], mine["samples"], 3
+        train.zero_grad()
+        for x, data in zip(model.parameters(), mine["gradients"]):
+            if data is not None:
+                x.grad = md.tensor(np.frombuffer(bytes.fromhex(data),
+                                                 x.detach().numpy().dtype).copy())
+        reduce = group.all_reduce
+        group.all_reduce = lambda x, *rest, **named: (vectors_.append(x.tobytes().hex()),
+                                                      reduce(x, *rest, **named))
+        train.step()
+        assert vectors_ == mine["vectors"]
+        assert [x.detach().numpy().tobytes().hex() for x in model.parameters()] == row["after"]
+        assert [x.grad.numpy().tobytes().hex() for x in model.parameters()] == row["gradients"]
+    with cluster("pipe") as nodes:
+        values(each(nodes, work))
+
+
 @pytest.mark.parametrize("row", load("arithmetic")["shares"], ids=str)
 def test_shares(row):
     import minidist as md

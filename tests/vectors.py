@@ -284,6 +284,49 @@ def arithmetic():
                      "result; shares of a range.", "reductions": rows, "shares": shares}
 
 
+def training():
+    """The vectors of a synchronous step (section 9.8), and the rules of servers (9.4)."""
+    f4, f8 = np.float32, np.float64
+    lines = ["scale (2,) float32", "shift (1,) float64"]
+    ranks = [  # samples, gradient of scale, gradient of shift or None
+        (2, np.array([0.5, -0.1], f4), None), (1, np.array([0.25, 0.3], f4), np.array([0.7]))]
+    step, batch, sent = 33, sum(samples for samples, _, _ in ranks), []
+    for samples, scale, shift in ranks:
+        has = [shift is not None, True]         # float64 first: so shift stands before scale
+        wide = np.concatenate([shift * f8(samples) if has[0] else [0.0],
+                               [samples, step % 32, 0, 0, *has]]).astype(f8)
+        sent.append((wide, scale * f4(samples)))
+    sums = [a + b for a, b in zip(*sent)]
+    shift, scale = sums[0][:1] / f8(batch), sums[1] / f4(batch)
+    before = np.array([1.0, -1.0], f4), np.array([0.5])
+    after = before[0] - f4(0.1) * scale, before[1] - 0.1 * shift
+    synchronous = {
+        "step": step, "lr": 0.1, "before": [x.tobytes().hex() for x in before],
+        "ranks": [{"samples": samples, "gradients": [scale_.tobytes().hex(), None if shift_ is None
+                                                     else shift_.tobytes().hex()],
+                   "vectors": [x.tobytes().hex() for x in vectors]}
+                  for (samples, scale_, shift_), vectors in zip(ranks, sent)],
+        "sums": [x.tobytes().hex() for x in sums],
+        "gradients": [x.tobytes().hex() for x in (scale, shift)],
+        "after": [x.tobytes().hex() for x in after]}
+
+    rules, pushes = [], [np.array(p, f4) for p in ([0.3, 0.0], [-0.2, 1e-3], [0.7, 0.1])]
+    for rule in ("sgd", "adagrad"):
+        w, s, lr, states = np.array([1.0, 2.0], f4), np.zeros(2, f4), f4(0.1), []
+        for g in pushes:
+            if rule == "adagrad":
+                s = s + g * g
+                g = np.array([a / np.sqrt(b) if b else f4(0) for a, b in zip(g, s)], f4)
+            w = w - lr * g
+            states.append(w.tobytes().hex())
+        rules.append({"rule": rule, "lr": 0.1, "before": np.array([1.0, 2.0], f4).tobytes().hex(),
+                      "pushes": [g.tobytes().hex() for g in pushes], "after": states})
+    return {"about": "A manifest and its hash, a synchronous step of two ranks (section 9.8), and "
+                     "the rules of parameter servers (9.4).",
+            "manifest": lines, "hash": hashlib.sha256("\n".join(lines).encode()).hexdigest(),
+            "synchronous": synchronous, "rules": rules}
+
+
 def negative():
     """What must be refused, and how. state: what the receiver is in when the bytes come."""
     rows = []
@@ -471,7 +514,7 @@ def udp_negative():
 
 FILES = {"greeting": greetings, "messages": messages, "transcripts": transcripts,
          "tensors": tensors, "arithmetic": arithmetic, "negative": negative,
-         "udp_negative": udp_negative}
+         "training": training, "udp_negative": udp_negative}
 # (udp.json is written by hand: traces of the formulas of section 10.6.)
 
 ROLES = [
@@ -556,6 +599,30 @@ def blocks():
             f"{r['result']} |" for r in a["reductions"])
         + "\n\n| elements | ranks | shares |\n|---|---|---|\n" + "\n".join(
             f"| {s['count']} | {s['ranks']} | {s['shares']} |" for s in a["shares"]))
+    t = training()
+    s = t["synchronous"]
+    made["training"] = (
+        "The manifest of a model whose parameters are\n\n" + "\n".join(
+            f"    {line}" for line in t["manifest"])
+        + f"\n\nhas the SHA-256 `{t['hash']}`.\nIts step {s['step']} on two ranks, with `SGD` and "
+        f"lr = {s['lr']}; float64 is the larger dtype, so `shift` stands first:\n\n"
+        "| | rank 0 | rank 1 |\n|---|---|---|\n" + "\n".join(
+            f"| {what} | " + " | ".join(f"{cell(rank)}" for rank in s["ranks"]) + " |"
+            for what, cell in (
+                ("samples", lambda rank: rank["samples"]),
+                ("gradient of scale", lambda rank: f"`{rank['gradients'][0]}`"),
+                ("gradient of shift", lambda rank: f"`{rank['gradients'][1]}`"
+                 if rank["gradients"][1] else "none"),
+                ("first vector", lambda rank: "`" + wrapped(rank["vectors"][0], 16).replace(
+                    "\n", " ") + "`"),
+                ("second vector", lambda rank: f"`{rank['vectors'][1]}`")))
+        + "\n\n| | scale | shift |\n|---|---|---|\n" + "\n".join(
+            f"| {what} | `{s[name][0]}` | `{s[name][1]}` |" for what, name in (
+                ("before", "before"), ("gradient of the whole batch", "gradients"),
+                ("after", "after"))))
+    made["rules"] = ("| rule | lr | before | pushed | after |\n|---|---|---|---|---|\n" + "\n".join(
+        f"| {r['rule']} | {r['lr']} | `{r['before']}` | {' '.join(r['pushes'])} | "
+        f"{' '.join(r['after'])} |" for r in t["rules"]))
     made["negative"] = "| state | bytes | what | error |\n|---|---|---|---|\n" + "\n".join(
         "| {} | `{}` | {} | {} |".format(
             c["state"], c["bytes"] if len(c["bytes"]) <= 80 else c["bytes"][:72] + "...",

@@ -5,8 +5,8 @@ import assert from "node:assert/strict";
 import fs from "node:fs";
 
 import {
-  CODES, COMBINE, DTYPES, KINDS, Node, Seal, Session, UdpStream, bytesOf, frame, pack, shareOf,
-  tree, unpack, udpHead,
+  CODES, COMBINE, DTYPES, KINDS, Node, Seal, Session, UdpStream, bytesOf, frame, pack, sha256,
+  shareOf, tree, udpHead, unpack,
 } from "./worker.mjs";
 
 const load = name => JSON.parse(fs.readFileSync(
@@ -82,6 +82,22 @@ const TESTS = {
     }
     for (const { count, ranks, shares } of v.shares) {
       same(shares.map((_, r) => shareOf(count, r, ranks)), shares);
+    }
+  },
+  training() {
+    const v = load("training");
+    const floats = text => new Float32Array(Uint8Array.from(hex(text)).buffer);
+    same(sha256(v.manifest.join("\n")).toString("hex"), v.hash);
+    for (const { rule, lr, before, pushes, after } of v.rules) {
+      const rate = Math.fround(lr), w = floats(before), s = new Float32Array(2);
+      pushes.map(floats).forEach((pushed, i) => {
+        const g = rule === "sgd" ? pushed : pushed.map((x, j) => {
+          s[j] += Math.fround(x * x);
+          return s[j] && x / Math.fround(Math.sqrt(s[j]));
+        });
+        w.forEach((x, j) => { w[j] = x - Math.fround(rate * g[j]); });
+        same(bytesOf(w).toString("hex"), after[i], rule);
+      });
     }
   },
   tensors() {

@@ -1618,6 +1618,6 @@ async function main() {
 if (process.argv[1] === fileURLToPath(import.meta.url)) main();
 
 export {
-  CODES, COMBINE, DTYPES, KINDS, Node, Seal, Session, UdpStream, bytesOf, frame, pack, shareOf,
-  tree, unpack, udpHead,
+  CODES, COMBINE, DTYPES, KINDS, Node, Seal, Session, UdpStream, bytesOf, frame, pack, sha256,
+  shareOf, tree, udpHead, unpack,
 };
