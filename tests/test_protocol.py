@@ -343,13 +343,25 @@ def test_P3_lengths_cost_no_memory_before_they_are_checked():
 
 
 def test_P37_a_message_that_memory_cannot_hold(monkeypatch):
-    def full(size):
+    def full(*_, **__):
         raise MemoryError
+    for name, total in (("bytearray", 8), ("mmap", 1 << 40)):
+        one, _ = opened()
+        with monkeypatch.context() as patch, pytest.raises(ProtocolError, match="TOO_LARGE"):
+            patch.setattr(p, "bytearray", full, raising=False)
+            patch.setattr(p.mmap, "mmap", full)
+            feed(one, vectors.frame(p.OPAQUE, bytes(8), b"abcd", total, flags=p.MORE))
+        assert said(one)[2] == p.ERROR, name
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_P3_a_promise_of_a_gigabyte_costs_no_gigabyte():
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     one, _ = opened()
-    monkeypatch.setattr(p, "bytearray", full, raising=False)
-    with pytest.raises(ProtocolError, match="TOO_LARGE"):
-        feed(one, vectors.frame(p.OPAQUE, bytes(8), b"abcd", 1 << 40, flags=p.MORE))
-    assert said(one)[2] == p.ERROR
+    before = resident()
+    feed(one, vectors.frame(p.OPAQUE, bytes(8), bytes(1 << 20), 1 << 30, flags=p.MORE))
+    assert one._message is None and resident() - before < 64 << 20
 
 
 def test_numbers_fit_a_double():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import mmap
 import os
 import struct
 import zlib
@@ -36,6 +37,8 @@ MAX_CONTROL = 16                # control frames that wait to be sent on a conne
 HANDSHAKE_TIMEOUT = 5.0         # seconds from connect to WELCOME, in total
 SCRATCH = 1 << 15               # bytes read at once while the next header is awaited
 PIECE = 1 << 18                 # bytes read at once into a message's memory
+LAZY = 1 << 20                  # bytes of a message from which on its memory comes page by page
+PRIVATE: Any = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
 
 
 # ---- 2 errors ------------------------------------------------------------------
@@ -420,10 +423,12 @@ class Incoming:
         self.post: Any = None               # the receive that waits for it, if any
 
     def hold(self) -> bool:
-        """Take memory of our own. Zeroed pages cost nothing until bytes arrive."""
+        """Take memory of our own. What is large comes as pages that cost nothing until
+        bytes arrive: a header that only promises does not make us take a gigabyte."""
         try:
-            self.payload = bytearray(self.total)
-        except MemoryError:
+            self.payload = (bytearray(self.total) if self.total < LAZY else
+                            mmap.mmap(-1, self.total, **PRIVATE))
+        except (MemoryError, OSError):
             raise broken("TOO_LARGE", f"no memory for a message of {self.total} bytes") from None
         self.view = memoryview(self.payload)
         return True
