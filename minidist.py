@@ -6393,7 +6393,8 @@ def save(obj: Any, path: Any) -> None:
         model.load_state_dict({name.removeprefix("model."): tensor
                                for name, tensor in state.items() if name.startswith("model.")})
 
-    Saving is atomic: the file appears under its name only when it is complete."""
+    Saving is atomic: the file appears under its name only when it is complete. (Or `path` is a
+    file that is open for writing bytes.)"""
     tensors: dict[str, np.ndarray] = {}
     tree = flattened(obj, "", tensors)
     is_flat = (isinstance(obj, dict) and list(obj) == list(tensors)
@@ -6412,16 +6413,22 @@ def save(obj: Any, path: Any) -> None:
         start += array.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+
+    def write(file: Any) -> None:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, array in ordered:  # in order of elements, whatever their order in memory
+            file.write(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes())
+        file.flush()
+
+    if hasattr(path, "write"):
+        return write(path)
     path = os.path.realpath(path)  # a link stays, what it leads to is replaced
     if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError(f"cannot save to {path}: it is a folder or a device, not a file")
     partial = f"{path}.partial-{os.getpid()}"
     try:
         with open(partial, "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for _, array in ordered:  # in order of elements, whatever their order in memory
-                file.write(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes())
-            file.flush()
+            write(file)
             os.fsync(file.fileno())
         os.replace(partial, path)
     except BaseException:
@@ -6431,8 +6438,9 @@ def save(obj: Any, path: Any) -> None:
 
 
 def flattened(value: Any, path: str, tensors: dict[str, np.ndarray]) -> Any:
-    """The value as JSON. A tensor is replaced by its name in `tensors`, as {"$tensor": name};
-    {"$tuple": ...}, {"$dtype": ...} and {"$dict": ...} are what JSON does not know either."""
+    """The value as JSON. A tensor is replaced by its name in `tensors`, as {"$tensor": name}, an
+    array as {"$array": name}; {"$tuple": ...}, {"$dtype": ...} and {"$dict": ...} are what JSON
+    does not know either."""
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -6444,7 +6452,7 @@ def flattened(value: Any, path: str, tensors: dict[str, np.ndarray]) -> Any:
         while name in tensors or name == "__metadata__":
             name += "_"
         tensors[name] = to_array(value)
-        return {"$tensor": name}
+        return {"$tensor" if isinstance(value, Tensor) else "$array": name}
     prefix = path and path + "."
     if isinstance(value, (list, tuple)):
         items = [flattened(v, f"{prefix}{i}", tensors) for i, v in enumerate(value)]
@@ -6461,15 +6469,19 @@ def load(path: Any, map_location: Any = None, weights_only: bool = True) -> Any:
     """Read what `save` wrote, or any safetensors file (a dict of its tensors).
 
     Every length and offset is checked against the file before memory is taken."""
-    size = os.path.getsize(path)
 
     def broken(what: str) -> ValueError:
-        return ValueError(f"{os.fspath(path)} is not a valid safetensors file: {what}")
+        name = getattr(path, "name", path)
+        return ValueError(f"{name} is not a valid safetensors file: {what}")
 
-    with open(path, "rb") as file:
+    opened = contextlib.nullcontext(path) if hasattr(path, "readinto") else open(path, "rb")
+    with opened as file:
+        begin = file.tell()
+        size = file.seek(0, os.SEEK_END) - begin
+        file.seek(begin)
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, HEADER_LIMIT):
-            file.seek(0)
+            file.seek(begin)
             if file.read(2)[:1] in (b"P", b"\x80"):  # a zip archive ("PK"), a pickle
                 raise broken("it looks like one of torch.save's, which may run code when read. In "
                              "PyTorch, safetensors.torch.save_file(torch.load(path), new_path) "
@@ -6502,9 +6514,11 @@ def load(path: Any, map_location: Any = None, weights_only: bool = True) -> Any:
         tensors = {}
         for _, _, name, dtype, shape in entries:
             try:
-                array = np.fromfile(file, SAFETENSORS[dtype], math.prod(shape)).reshape(shape)
+                array = np.empty(shape, SAFETENSORS[dtype])
             except ValueError as error:
                 raise broken(f"{name}: {error}") from None
+            if file.readinto(array.reshape(-1).view(np.uint8).data) != array.nbytes:
+                raise broken(f"it ended while {name} was read")
             if dtype == "BF16":  # the upper half of a float32
                 array = (array.astype("<u4") << 16).view("<f4")
             tensors[name] = wrap(array)
@@ -6525,8 +6539,8 @@ def restored(item: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     value = item[kind]
     if kind == "$dtype" and np.dtype(value).kind in CATEGORY:
         return np.dtype(value)
-    if kind == "$tensor":
-        return tensors[value]
+    if kind in ("$tensor", "$array"):
+        return tensors[value] if kind == "$tensor" else tensors[value]._array
     if kind not in ("$tuple", "$dict"):
         raise ValueError(f"unknown kind {kind}")
     return tuple(value) if kind == "$tuple" else dict(value)

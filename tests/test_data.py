@@ -1,5 +1,6 @@
 """Section 6: datasets, orders, batches; and checkpoints, with the safetensors package as judge."""
 import collections
+import io
 import json
 import os
 import sys
@@ -188,6 +189,25 @@ def test_files_go_both_ways(tmp_path):
     flat = wanted["a.float32"]
     md.save({"x": flat}, path)  # a flat dict is the plain format: no metadata
     assert path.read_bytes() == (safe_numpy.save({"x": flat}))
+
+
+def test_open_files_and_arrays(tmp_path):
+    """As PyTorch programs do it: torch.save(array, open(path, "wb"))."""
+    state = {"data": np.arange(6.0).reshape(2, 3), "step": 3}
+    with open(tmp_path / "x.pt", "wb") as file:
+        file.write(b"before")
+        md.save(state, file)
+    for file in (open(tmp_path / "x.pt", "rb"), io.BytesIO((tmp_path / "x.pt").read_bytes())):
+        with file:
+            file.seek(6)
+            found = md.load(file)
+        assert found["step"] == 3 and isinstance(found["data"], np.ndarray)
+        np.testing.assert_array_equal(found["data"], state["data"])
+    with open(tmp_path / "y.pt", "wb") as file:
+        md.save(np.ones(3), file)
+    assert md.from_numpy(md.load(tmp_path / "y.pt")).tolist() == [1, 1, 1]
+    with pytest.raises(ValueError, match="is not a valid safetensors file"):
+        md.load(io.BytesIO(b"short"))
 
 
 def test_bfloat16_is_read(tmp_path):
