@@ -228,7 +228,8 @@ class Tensor:
 
     def backward(self, gradient: Tensor | None = None, retain_graph: bool | None = None,
                  create_graph: bool = False, inputs: Sequence[Tensor] | None = None) -> None:
-        """Add d(self)/d(leaf) to the `.grad` of every leaf that self was computed from."""
+        """Add d(self)/d(leaf) to the `.grad` of every leaf that self was computed from, by the
+        chain rule (see `walk`)."""
         run_backward([self], [gradient], retain_graph, create_graph, inputs)
 
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:
@@ -428,7 +429,7 @@ def name_of(edge: Node | Tensor) -> str:
 
 
 class Node:
-    """One recorded operation."""
+    """One recorded operation, and what it saved of its inputs and result for backward."""
 
     __slots__ = ("op", "plan", "number", "edges", "saved", "guards", "shape", "dtype", "_hooks",
                  "where", "__weakref__")
@@ -598,7 +599,8 @@ def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None],
 
 def walk(order: list[Any], pending: Pending, targets: dict | None, captured: dict,
          accumulate: bool, create_graph: bool, retain_graph: bool) -> None:
-    """Each node in turn makes gradients of its inputs from its own, which is complete by then."""
+    """The chain rule: each node in turn makes gradients of its inputs from its own, which is
+    complete by then."""
     wanted = None if targets is None else leading_to(targets, order)
     for node in order:
         gradient = pending.gradients.pop(node, None)
@@ -666,7 +668,8 @@ def fitted(gradient: Any, like: Any, node: Node) -> Any:
 
 
 def unbroadcast(gradient: Any, shape: tuple[int, ...], node: Node) -> Any:
-    """Sum the gradient over the dimensions along which broadcasting repeated the input."""
+    """The gradient of a broadcast is summed here: over the dimensions along which the input was
+    repeated."""
     extra = gradient.ndim - len(shape)
     repeated = tuple(
         i for i, n in enumerate(gradient.shape) if i < extra or (shape[i - extra] == 1 and n != 1)
@@ -2051,10 +2054,11 @@ def scalars_too(function: Callable) -> Callable:
 
 
 def reduction(reduce: Callable, floats: bool = False) -> Callable[..., Tensor]:
-    """sum(dim, keepdim) from the op with NumPy's axis and keepdims."""
+    """sum(dim, keepdim) from the op with NumPy's axis and keepdims (as PyTorch takes, too)."""
 
-    def method(self: Tensor, dim: Dims = None, keepdim: bool = False, *,
-               dtype: Any = None) -> Tensor:
+    def method(self: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None,
+               axis: Dims = None, keepdims: bool = False) -> Tensor:
+        dim, keepdim = axis if dim is None else dim, keepdim or keepdims
         x = self if dtype is None else self.to(dtype)
         if floats and x.dtype.kind != "f":
             raise RuntimeError(f"{reduce.__name__.strip('_')} needs a floating point tensor, this "
@@ -2500,7 +2504,7 @@ METHODS |= {
 }
 for _name, _function in METHODS.items():
     if _function.__name__ in ("<lambda>", "method", "multiply"):
-        _function.__name__ = _name
+        _function.__name__ = _function.__qualname__ = _name
     setattr(Tensor, _name, _function)
 
 for _name in (
@@ -4290,6 +4294,7 @@ class Module:
         return self.train(False)
 
     def requires_grad_(self, requires_grad: bool = True) -> Module:
+        """With False the parameters are frozen: they get no gradient, and no update."""
         for parameter in self.parameters():
             parameter.requires_grad = requires_grad
         return self

@@ -705,6 +705,14 @@ def test_numpy_functions_on_tensors_are_ours():
         np.add(x, x, out=np.zeros((1, 2)))
 
 
+def test_numpys_names_for_dim_and_keepdim():
+    x = md.tensor(normal(2, 3))
+    for name in ("sum", "mean", "prod", "amax", "amin", "logsumexp"):
+        close(getattr(x, name)(axis=1, keepdims=True), getattr(x, name)(1, True))
+    with pytest.raises(TypeError, match=r"sum\(\) got an unexpected keyword argument 'dims'"):
+        x.sum(dims=1)
+
+
 def test_numpy_shares_memory_until_saved():
     x = md.zeros(3)
     x.numpy()[0] = 1
