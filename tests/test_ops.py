@@ -873,7 +873,7 @@ def test_errors_say_what_to_do():
         (lambda: iter(md.tensor(1)), "0-d"), (lambda: x.unsqueeze(4), r"unsqueeze\(4\)"),
         (lambda: md.svd, "chosen part"), (lambda: md.nn.Conv9d, "nearest is 'Conv"),
         (lambda: md.optim.Lion, "there are Adadelta, Adagrad, Adam, "),
-        (lambda: md.functool, "no 'functool' \(of PyTorch"),  # not: the nearest is Python's functools
+        (lambda: md.functool, r"no 'functool' \(of PyTorch"),  # not Python's functools
     ):
         with pytest.raises((RuntimeError, TypeError, IndexError, ValueError, AttributeError),
                            match=words):
