@@ -3698,11 +3698,14 @@ def rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | No
 def normalize(input: Tensor, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12) -> Tensor:
     return input / clamp(norm(input, p, dim, keepdim=True), min=eps)
 
+def check_probability(p: float) -> None:
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout probability must be between 0 and 1, not {p}")
+
 def drop(input: Tensor, shape: Sequence[int], p: float, training: bool) -> Tensor:
     """Zero with probability p and scale what is left by 1 / (1 - p), in training; one draw for
     each element of the shape, which broadcasts to the input's."""
-    if not 0 <= p <= 1:
-        raise ValueError(f"dropout probability must be between 0 and 1, not {p}")
+    check_probability(p)
     if not training or p == 0:
         return input
     mask = rng().random(shape, np.float32) >= p  # drawn outside the op: rules are pure
@@ -3830,10 +3833,10 @@ def pairwise_distance(x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6,
 # -- losses ----------------------------------------------------------------------------------------
 
 
-def reduced(losses: Tensor, reduction: str, weights: Tensor | None = None) -> Tensor:
+def reduced(losses: Tensor, reduction: str, weights: np.ndarray | None = None) -> Tensor:
     """All losses as one number. Weighted ones are averaged by the sum of their weights."""
     if reduction == "mean":
-        return losses.mean() if weights is None else losses.sum() / weights.sum()
+        return losses.mean() if weights is None else losses.sum() / float(weights.sum())
     if reduction in ("sum", "batchmean"):
         return losses.sum() / (losses.shape[0] if reduction == "batchmean" and losses.ndim else 1)
     if reduction == "none":
@@ -3901,15 +3904,21 @@ def kl_div(input: Tensor, target: Tensor, *, log_target: bool = False) -> Tensor
 
 
 def class_targets(input: Tensor, target: Tensor, weight: Tensor | None,
-                  ignore_index: int) -> tuple[np.ndarray, np.ndarray]:
-    """The target classes and their weights, 0 (and any class) where they are to be ignored."""
+                  ignore_index: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """The target classes and their weights, 0 (and any class) where they are to be ignored; None
+    if all count the same."""
     axis = min(input.ndim - 1, 1)
     classes, index = input.shape[axis], target._array
     if target.shape != (shape := (*input.shape[:axis], *input.shape[axis + 1 :])):
         raise ValueError(f"class targets for an input of shape {tuple(input.shape)} have shape "
                          f"{shape}, not {tuple(target.shape)}")
+    inside = target.dtype.kind in "iu" and (
+        not index.size or index.min() >= 0 and index.max() < classes)
+    if inside and weight is None and not 0 <= ignore_index < classes:
+        return index, None
     ignored = index == ignore_index
-    if target.dtype.kind not in "iu" or (((index < 0) | (index >= classes)) & ~ignored).any():
+    if not inside and (target.dtype.kind not in "iu"
+                       or ((index < 0) | (index >= classes))[~ignored].any()):
         raise IndexError(f"class targets are integers from 0 to {classes - 1} (or ignore_index "
                          f"{ignore_index}): found {target.dtype} from {index.min()} to "
                          f"{index.max()}")
@@ -3922,31 +3931,39 @@ def nll_loss(input: Tensor, target: Tensor, weight: Tensor | None = None, *,
              ignore_index: int = -100, reduction: str = "mean") -> Tensor:
     """The negative log-probability of the target classes; input (batch, classes, ...)."""
     index, weights = class_targets(input, target, weight, ignore_index)
-    return reduced(minus_picked(input, index, weights), reduction, wrap(weights))
+    return reduced(minus_picked(input, index, weights), reduction, weights)
 
-def minus_picked(logs: Tensor, index: np.ndarray, weights: np.ndarray) -> Tensor:
+def minus_picked(logs: Tensor, index: np.ndarray, weights: np.ndarray | None) -> Tensor:
     axis = min(logs.ndim - 1, 1)
-    picked = gather(logs, axis, wrap(np.expand_dims(index, axis))).squeeze(axis)
-    return -where(weights == 0, 0.0, picked) * wrap(weights)
+    losses = -gather(logs, axis, wrap(np.expand_dims(index, axis))).squeeze(axis)
+    return losses if weights is None else where(weights == 0, 0.0, losses) * wrap(weights)
 
-@composed(lambda x, index, weights: minus_picked(_log_softmax(x, dim=1), index, weights), "shares")
-def class_losses_to_x(g, needs, x, index, weights, shares):
-    scale = np.where(weights == 0, 0, g * weights)  # not NaN where all are ignored: 0 / 0
+def class_losses_plain(x: Any, index: Any, weights: Any, divisor: float | None) -> Any:
+    losses = minus_picked(_log_softmax(x, dim=1), index, weights)
+    return losses if divisor is None else losses.sum() / divisor
+
+@composed(class_losses_plain, "shares")
+def class_losses_to_x(g, needs, x, index, weights, divisor, shares):
+    scale = g if divisor is None else np.full(len(x), g / divisor)
+    if weights is not None:  # where all are ignored their mean is 0 / 0, but its slope is 0
+        scale = np.where(weights == 0, 0, scale * weights)
     dx = shares * scale[:, None]
     dx[np.arange(len(x)), index] -= scale
     return (dx,)
 
 @class_losses_to_x
-def _class_losses(x, *, index, weights):
-    """log(sum(exp(x))) - x[index] for each row of x; the softmax is kept for the derivative."""
-    shares = x - np.max(x, axis=1, keepdims=True)
+def _class_losses(x, *, index, weights, divisor):
+    """log(sum(exp(x))) - x[index] for each row of x, or their sum over a divisor. The softmax is
+    kept for the derivative. (As five ops it is a tenth of a small network's step.)"""
+    shares = x - x.max(axis=1, keepdims=True)
     picked = shares[np.arange(len(x)), index]
     np.exp(shares, out=shares)
     total = shares @ np.ones((x.shape[1], 1), x.dtype)
     shares /= total
-    losses = (np.log(total[:, 0]) - picked) * weights
-    losses[weights == 0] = 0  # also where it was infinite
-    return losses, shares
+    losses = np.log(total[:, 0]) - picked
+    if weights is not None:
+        losses = np.where(weights == 0, 0, losses * weights)  # also where infinite
+    return losses if divisor is None else losses.sum() / losses.dtype.type(divisor), shares
 
 
 def cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None = None, *,
@@ -3958,25 +3975,27 @@ def cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None = None, *
     Label smoothing mixes the target with the uniform distribution: (1 - s) target + s / classes
     (Szegedy et al., 2016)."""
     axis = min(input.ndim - 1, 1)
-    indices = target.dtype.kind != "f"
+    classes, indices = input.shape[axis], target.dtype.kind != "f"
     if indices:
         index, weights = class_targets(input, target, weight, ignore_index)
-        if input.ndim == 2 and input.shape[1] and not label_smoothing:
-            return reduced(_class_losses(input, index=index, weights=weights), reduction,
-                           wrap(weights))
-    classes, logs = input.shape[axis], _log_softmax(input, dim=axis)
+        if input.ndim == 2 and classes and not label_smoothing:
+            count = len(index) if weights is None else float(weights.sum())
+            divisor = {"mean": count, "sum": 1.0}.get(reduction)
+            losses = _class_losses(input, index=index, weights=weights, divisor=divisor)
+            return losses if divisor is not None else reduced(losses, reduction)
+    logs = _log_softmax(input, dim=axis)
     weighted = logs if weight is None else \
         logs * weight.reshape(-1, *(1,) * (input.ndim - axis - 1))
     if not indices:
         same_shape("cross_entropy with probabilities", input, target)
         smooth = target * (1 - label_smoothing) + label_smoothing / classes
         losses = -(weighted * smooth).sum(axis)
-        return reduced(losses, reduction, wrap(input.dtype.type(max(losses.numel(), 1))))
+        return reduced(losses, reduction, np.ones(max(losses.numel(), 1)))
     losses = minus_picked(logs, index, weights)
     if label_smoothing:
         everywhere = -weighted.sum(axis) * (target != ignore_index)
         losses = losses * (1 - label_smoothing) + everywhere * (label_smoothing / classes)
-    return reduced(losses, reduction, wrap(weights))
+    return reduced(losses, reduction, weights)
 
 
 def triplet_margin_loss(anchor: Tensor, positive: Tensor, negative: Tensor, margin: float = 1.0,
@@ -4430,30 +4449,28 @@ def clear_grad(parameter: Tensor, set_to_none: bool) -> None:
 # -- containers ------------------------------------------------------------------------------------
 
 
-class ModuleList(Module):
-    """A list of modules that are registered."""
+class _List(Module):
+    """What lists of modules share; the names are the places."""
 
-    def __init__(self, modules: Iterable[Any] = ()) -> None:
-        super().__init__()
-        self.extend(modules)
+    registry = "_modules"
 
     def items(self) -> dict[str, Any]:
-        return self._modules
+        return self.__dict__[self.registry]
 
-    def append(self, module: Any) -> Any:
-        self.add_module(str(len(self)), module)
+    def append(self, item: Any) -> Any:
+        self.items()[str(len(self))] = item
         return self
 
-    def extend(self, modules: Iterable[Any]) -> Any:
-        for module in modules:
-            self.append(module)
+    def extend(self, items: Iterable[Any]) -> Any:
+        for item in items:
+            self.append(item)
         return self
 
-    def insert(self, index: int, module: Any) -> None:
-        modules = list(self)
-        modules.insert(index, module)
-        self._modules.clear()
-        self.extend(modules)
+    def insert(self, index: int, item: Any) -> None:
+        items = list(self)
+        items.insert(index, item)
+        self.items().clear()
+        self.extend(items)
 
     def __len__(self) -> int:
         return len(self.items())
@@ -4462,62 +4479,64 @@ class ModuleList(Module):
         return iter(list(self.items().values()))
 
     def __getitem__(self, index: Any) -> Any:
-        found = list(self)[index]
-        return type(self)(found) if isinstance(index, slice) else found
+        found: Any = list(self)[index]
+        make: Any = type(self)
+        return make(found) if isinstance(index, slice) else found
 
-    def __setitem__(self, index: int, module: Any) -> None:
-        setattr(self, list(self.items())[index], module)
+    def __setitem__(self, index: int, item: Any) -> None:
+        setattr(self, list(self.items())[index], item)
+
+
+class ModuleList(_List):
+    """A list of modules that are registered."""
+
+    def __init__(self, modules: Iterable[Any] = ()) -> None:
+        super().__init__()
+        self.extend(modules)
 
 
 class ParameterList(ModuleList):
     """A list of parameters that are registered."""
 
-    def items(self) -> dict[str, Any]:
-        return self._parameters
+    registry = "_parameters"
 
     def append(self, parameter: Any) -> ParameterList:
-        parameter = parameter if isinstance(parameter, Parameter) else Parameter(parameter)
-        self.register_parameter(str(len(self)), parameter)
-        return self
+        return super().append(parameter if isinstance(parameter, Parameter)
+                              else Parameter(parameter))
 
     def extra_repr(self) -> str:
         return "\n".join(f"  ({k}): Parameter containing: [torch.{p.dtype} of size "
                          f"{'x'.join(map(str, p.shape))}]" for k, p in enumerate(self))
 
 
-class Sequential(Module):
+class Sequential(_List):
     """Modules one after the other, each taking the result of the one before."""
 
     def __init__(self, *modules: Any) -> None:
         super().__init__()
-        first = modules[0] if len(modules) == 1 else None
-        for name, module in first.items() if isinstance(first, dict) else enumerate(modules):
-            self.add_module(str(name), module)
+        if len(modules) == 1 and isinstance(modules[0], dict):
+            self._modules.update(modules[0])
+        else:
+            self.extend(modules)
 
     def forward(self, input: Any) -> Any:
         for module in self._modules.values():
             input = module(input)
         return input
 
-    items = ModuleList.items
-    append, __len__, __iter__ = ModuleList.append, ModuleList.__len__, ModuleList.__iter__
-    __setitem__ = ModuleList.__setitem__
-
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return type(self)(OrderedDict(list(self._modules.items())[index]))
-        return list(self._modules.values())[index]
+        found = list(self.items().items())[index]
+        return type(self)(dict(found)) if isinstance(index, slice) else found[1]
 
 
-class ModuleDict(Module, collections.abc.Mapping):
+class ModuleDict(Module, collections.abc.MutableMapping):
     """A dict of modules that are registered."""
 
     __eq__, __hash__ = object.__eq__, object.__hash__  # not by what they hold
 
     def __init__(self, modules: Any = ()) -> None:
         super().__init__()
-        for name, module in dict(modules).items():
-            self[name] = module
+        self.update(modules)
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -4531,8 +4550,67 @@ class ModuleDict(Module, collections.abc.Mapping):
     def __setitem__(self, name: str, module: Module) -> None:
         self.add_module(name, module)
 
+    def __delitem__(self, name: str) -> None:
+        del self._modules[name]
+
 
 # -- initial values --------------------------------------------------------------------------------
+
+
+def initializer(values: Callable[..., Any]) -> Callable[..., Tensor]:
+    """A function that fills a tensor, from one that says with what."""
+
+    @functools.wraps(values)
+    def fill(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+        with no_grad():
+            return tensor.copy_(as_tensor(values(tensor, *args, **options)))
+
+    return fill
+
+
+@initializer
+def constant_(tensor: Tensor, val: float) -> Any:
+    return val
+
+@initializer
+def zeros_(tensor: Tensor) -> Any:
+    return 0.0
+
+@initializer
+def ones_(tensor: Tensor) -> Any:
+    return 1.0
+
+@initializer
+def eye_(tensor: Tensor) -> Any:
+    return np.eye(*tensor.shape)
+
+@initializer
+def uniform_(tensor: Tensor, a: float = 0.0, b: float = 1.0,
+             generator: Generator | None = None) -> Any:
+    return rng(generator).uniform(a, b, tensor.shape)
+
+@initializer
+def normal_(tensor: Tensor, mean: float = 0.0, std: float = 1.0,
+            generator: Generator | None = None) -> Any:
+    return rng(generator).normal(mean, std, tensor.shape)
+
+@initializer
+def trunc_normal_(tensor: Tensor, mean: float = 0.0, std: float = 1.0, a: float = -2.0,
+                  b: float = 2.0) -> Any:
+    """Normal numbers between a and b: those outside are drawn again."""
+    array = rng().normal(mean, std, tensor.shape)
+    while (outside := (array < a) | (array > b)).any():
+        array[outside] = rng().normal(mean, std, int(outside.sum()))
+    return array
+
+@initializer
+def orthogonal_(tensor: Tensor, gain: float = 1.0) -> Any:
+    """Rows (or columns, if there are more rows) of length gain at right angles (Saxe et al.,
+    2014)."""
+    n, m = tensor.shape[0], math.prod(tensor.shape[1:])
+    q, r = np.linalg.qr(rng().standard_normal((max(n, m), min(n, m))))
+    q = q * np.sign(np.diag(r))  # else not all orthogonal matrices are equally likely
+    return (gain * (q.T if n < m else q)).reshape(tensor.shape)
 
 
 def fans(tensor: Tensor) -> tuple[int, int]:
@@ -4552,72 +4630,61 @@ def calculate_gain(nonlinearity: str, param: float | None = None) -> float:
         return math.sqrt(2 / (1 + (0.01 if param is None else param) ** 2))
     return 1.0 if nonlinearity.startswith("conv") else GAINS[nonlinearity]
 
-@no_grad()
-def uniform_(tensor: Tensor, a: float = 0.0, b: float = 1.0,
-             generator: Generator | None = None) -> Tensor:
-    return tensor.uniform_(a, b, generator=generator)
-
-@no_grad()
-def normal_(tensor: Tensor, mean: float = 0.0, std: float = 1.0,
-            generator: Generator | None = None) -> Tensor:
-    return tensor.normal_(mean, std, generator=generator)
-
-@no_grad()
-def constant_(tensor: Tensor, val: float) -> Tensor:
-    return tensor.fill_(val)
-
-def zeros_(tensor: Tensor) -> Tensor:
-    return constant_(tensor, 0.0)
-
-def ones_(tensor: Tensor) -> Tensor:
-    return constant_(tensor, 1.0)
-
-@no_grad()
-def eye_(tensor: Tensor) -> Tensor:
-    return tensor.copy_(eye(*tensor.shape))
-
-@no_grad()
-def orthogonal_(tensor: Tensor, gain: float = 1.0) -> Tensor:
-    """Rows (or columns, if there are more rows) of length gain at right angles (Saxe et al.,
-    2014)."""
-    n, m = tensor.shape[0], math.prod(tensor.shape[1:])
-    q, r = np.linalg.qr(rng().standard_normal((max(n, m), min(n, m))))
-    q = q * np.sign(np.diag(r))  # else not all orthogonal matrices are equally likely
-    return tensor.copy_(wrap((gain * (q.T if n < m else q)).reshape(tensor.shape)))
-
-def xavier_uniform_(tensor: Tensor, gain: float = 1.0) -> Tensor:
+def xavier_std(tensor: Tensor, gain: float = 1.0) -> float:
     """Glorot and Bengio, 2010: variance 2 / (fan in + fan out)."""
-    bound = gain * math.sqrt(6 / sum(fans(tensor)))
-    return uniform_(tensor, -bound, bound)
+    return gain * math.sqrt(2 / sum(fans(tensor)))
 
-def xavier_normal_(tensor: Tensor, gain: float = 1.0) -> Tensor:
-    return normal_(tensor, 0.0, gain * math.sqrt(2 / sum(fans(tensor))))
-
-def kaiming_std(tensor: Tensor, a: float, mode: str, nonlinearity: str) -> float:
+def kaiming_std(tensor: Tensor, a: float = 0, mode: str = "fan_in",
+                nonlinearity: str = "leaky_relu") -> float:
+    """He et al., 2015: variance gain^2 / fan."""
     fan = fans(tensor)[0 if mode == "fan_in" else 1]
     return calculate_gain(nonlinearity, a) / math.sqrt(fan)
 
-def kaiming_uniform_(tensor: Tensor, a: float = 0, mode: str = "fan_in",
-                     nonlinearity: str = "leaky_relu") -> Tensor:
-    """He et al., 2015: variance gain^2 / fan."""
-    bound = math.sqrt(3) * kaiming_std(tensor, a, mode, nonlinearity)
-    return uniform_(tensor, -bound, bound)
+def with_std(std: Callable[..., float], uniform: bool) -> Callable[..., Tensor]:
+    """Uniform numbers reach sqrt(3) standard deviations to both sides."""
 
-def kaiming_normal_(tensor: Tensor, a: float = 0, mode: str = "fan_in",
-                    nonlinearity: str = "leaky_relu") -> Tensor:
-    return normal_(tensor, 0.0, kaiming_std(tensor, a, mode, nonlinearity))
+    @functools.wraps(std)
+    def fill(tensor: Tensor, *args: Any, generator: Any = None, **options: Any) -> Tensor:
+        scale = std(tensor, *args, **options)
+        bound = math.sqrt(3) * scale
+        return uniform_(tensor, -bound, bound, generator) if uniform else \
+            normal_(tensor, 0.0, scale, generator)
 
-@no_grad()
-def trunc_normal_(tensor: Tensor, mean: float = 0.0, std: float = 1.0, a: float = -2.0,
-                  b: float = 2.0) -> Tensor:
-    """Normal numbers between a and b: those outside are drawn again."""
-    array = rng().normal(mean, std, tensor.shape)
-    while (outside := (array < a) | (array > b)).any():
-        array[outside] = rng().normal(mean, std, int(outside.sum()))
-    return tensor.copy_(wrap(array))
+    return fill
+
+
+xavier_uniform_, xavier_normal_ = with_std(xavier_std, True), with_std(xavier_std, False)
+kaiming_uniform_, kaiming_normal_ = with_std(kaiming_std, True), with_std(kaiming_std, False)
 
 
 # -- layers ----------------------------------------------------------------------------------------
+
+
+def bind(name: str, signature: inspect.Signature, args: tuple, options: dict) -> dict[str, Any]:
+    """The arguments by name, with defaults for those not given."""
+    try:
+        bound = signature.bind(*args, **options)
+    except TypeError as error:
+        raise TypeError(f"{name} takes {signature}: {error}") from None
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def remembering(init: Callable[..., None]) -> Callable[..., None]:
+    """A constructor whose arguments become attributes of the same names before it runs."""
+    itself, *others = inspect.signature(init).parameters.values()
+    signature = inspect.Signature(others)
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        if "_parameters" not in self.__dict__:
+            Module.__init__(self)
+        arguments = bind(type(self).__name__, signature, args, options)
+        for name, value in arguments.items():
+            setattr(self, name, value)
+        init(self, **arguments)
+
+    return __init__
 
 
 def uniform_parameter(*shape: int, fan: int) -> Parameter:
@@ -4626,83 +4693,77 @@ def uniform_parameter(*shape: int, fan: int) -> Parameter:
     bound = 1 / math.sqrt(fan) if fan else 0.0
     return Parameter(uniform_(zeros(shape), -bound, bound))
 
+def variant(base: type, name: str, **members: Any) -> Any:
+    """A subclass that differs in a few class attributes."""
+    members = {k: staticmethod(v) if callable(v) and k != "__init__" else v
+               for k, v in members.items()}
+    return type(name, (base,), {"__module__": __name__, "__doc__": base.__doc__, **members})
 
-class Linear(Module):
+
+class _Layer(Module):
+    """A function of section 3 and its arguments after the inputs: attributes of these names, some
+    of which a subclass makes parameters."""
+
+    function: Callable
+    inputs = 1
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        function = type(self).function
+        further = {name: getattr(self, name) for name in names_of(function)[self.inputs :]}
+        return function(*inputs, **{**further, **named})
+
+
+class Linear(_Layer):
     """x @ weight.T + bias, for x (..., in_features)."""
 
-    shown = "in_features= out_features= bias="
+    function, shown = staticmethod(linear), "in_features= out_features= bias="
 
+    @remembering
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
-        super().__init__()
-        self.in_features, self.out_features = in_features, out_features
         self.weight = uniform_parameter(out_features, in_features, fan=in_features)
         self.bias = uniform_parameter(out_features, fan=in_features) if bias else None
 
-    def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias)
-
-
-class _Conv(Module):
+class _Conv(_Layer):
     shown = "in_channels out_channels kernel_size= stride= padding=? dilation=? groups=? bias=?"
     n: int
-    function: Callable
+    transposed = False
+    output_padding: Any = 0
 
+    @remembering
     def __init__(self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1,
                  padding: Any = 0, dilation: Any = 1, groups: int = 1, bias: bool = True) -> None:
-        super().__init__()
         if in_channels % groups or out_channels % groups:
             raise ValueError(f"groups={groups} must divide the {in_channels} input and "
                              f"{out_channels} output channels")
-        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
-        self.kernel_size = numbers(kernel_size, self.n)
-        self.stride, self.dilation = numbers(stride, self.n), numbers(dilation, self.n)
-        self.padding = padding if isinstance(padding, str) else numbers(padding, self.n)
-        first, second = self.channels(in_channels, out_channels)
-        fan = second // groups * math.prod(self.kernel_size)
-        self.weight = uniform_parameter(first, second // groups, *self.kernel_size, fan=fan)
+        for name in "kernel_size stride padding dilation output_padding".split():
+            if not isinstance(value := getattr(self, name), str):
+                setattr(self, name, numbers(value, self.n))
+        channels = (out_channels, in_channels)[:: -1 if self.transposed else 1]
+        fan = channels[1] // groups * math.prod(self.kernel_size)
+        self.weight = uniform_parameter(channels[0], channels[1] // groups, *self.kernel_size,
+                                        fan=fan)
         self.bias = uniform_parameter(out_channels, fan=fan) if bias else None
 
-    def channels(self, inputs: int, outputs: int) -> tuple[int, int]:
-        """The first two dimensions of the weight."""
-        return outputs, inputs
-
-    def forward(self, input: Tensor) -> Tensor:
-        return type(self).function(input, self.weight, self.bias, self.stride, self.padding,
-                                   self.dilation, self.groups)
-
-
 class _ConvTranspose(_Conv):
-    shown = ("in_channels out_channels kernel_size= stride= padding=? dilation=? output_padding=? "
-             "groups=? bias=?")
+    shown = _Conv.shown.replace("groups", "output_padding=? groups")
+    transposed = True
 
+    @remembering
     def __init__(self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1,
                  padding: Any = 0, output_padding: Any = 0, groups: int = 1, bias: bool = True,
                  dilation: Any = 1) -> None:
         super().__init__(in_channels, out_channels, kernel_size, stride, padding, dilation, groups,
                          bias)
-        self.output_padding = numbers(output_padding, self.n)
-
-    def channels(self, inputs: int, outputs: int) -> tuple[int, int]:
-        return inputs, outputs
-
-    def forward(self, input: Tensor) -> Tensor:
-        return type(self).function(input, self.weight, self.bias, self.stride, self.padding,
-                                   self.output_padding, self.groups, self.dilation)
 
 
-def variant(base: type, name: str, **members: Any) -> Any:
-    """A subclass that differs in a few class attributes."""
-    members = {k: staticmethod(v) if callable(v) else v for k, v in members.items()}
-    return type(name, (base,), {"__module__": __name__, "__doc__": base.__doc__, **members})
+Conv1d, Conv2d = (variant(_Conv, f"Conv{n}d", n=n, function=function)
+                  for n, function in ((1, conv1d), (2, conv2d)))
+ConvTranspose1d, ConvTranspose2d = (
+    variant(_ConvTranspose, f"ConvTranspose{n}d", n=n, function=function)
+    for n, function in ((1, conv_transpose1d), (2, conv_transpose2d)))
 
 
-Conv1d, Conv2d = variant(_Conv, "Conv1d", n=1, function=conv1d), \
-    variant(_Conv, "Conv2d", n=2, function=conv2d)
-ConvTranspose1d = variant(_ConvTranspose, "ConvTranspose1d", n=1, function=conv_transpose1d)
-ConvTranspose2d = variant(_ConvTranspose, "ConvTranspose2d", n=2, function=conv_transpose2d)
-
-
-class _Norm(Module):
+class _Norm(_Layer):
     """What normalisation layers share: a weight of ones and a bias of zeros."""
 
     def affine_parameters(self, shape: Any, weight: bool, bias: bool) -> None:
@@ -4713,107 +4774,91 @@ class _Norm(Module):
 class _BatchNorm(_Norm):
     shown = "num_features eps= momentum= affine= bias= track_running_stats="
     dims: tuple[int, ...]
+    single = False  # whether the smaller number of dimensions means one sample without a batch
 
+    @remembering
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1,
                  affine: bool = True, track_running_stats: bool = True, *,
                  bias: bool = True) -> None:
-        super().__init__()
-        self.num_features, self.eps, self.momentum = num_features, eps, momentum
-        self.affine, self.track_running_stats = affine, track_running_stats
         self.affine_parameters(num_features, affine, bias)
         track = track_running_stats
         self.register_buffer("running_mean", zeros(num_features) if track else None)
         self.register_buffer("running_var", ones(num_features) if track else None)
         self.register_buffer("num_batches_tracked", tensor(0) if track else None)
 
-    def check(self, x: Tensor, channels: int) -> None:
-        if x.ndim not in self.dims or x.shape[channels] != self.num_features:
+    def forward(self, input: Tensor) -> Tensor:
+        single = self.single and input.ndim == self.dims[0]
+        if input.ndim not in self.dims or input.shape[0 if single else 1] != self.num_features:
             raise ValueError(f"{type(self).__name__}({self.num_features}) takes inputs of "
                              f"{' or '.join(map(str, self.dims))} dimensions with "
-                             f"{self.num_features} channels second, not shape {tuple(x.shape)}")
-
-    def forward(self, input: Tensor) -> Tensor:
-        self.check(input, 1)
+                             f"{self.num_features} channels second, not shape "
+                             f"{tuple(input.shape)}")
         momentum = self.momentum
-        if self.training and self.track_running_stats:
+        if self.training and self.track_running_stats and not self.single:
             self.num_batches_tracked += 1
             if momentum is None:  # the plain average over all batches
                 momentum = 1 / self.num_batches_tracked.item()
-        return batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias,
-                          self.training or not self.track_running_stats, momentum or 0.0, self.eps)
+        out = type(self).function(
+            input.unsqueeze(0) if single else input, self.running_mean, self.running_var,
+            self.weight, self.bias, self.training or not self.track_running_stats,
+            momentum or 0.0, self.eps)
+        return out.squeeze(0) if single else out
 
 
 class _InstanceNorm(_BatchNorm):
+    single = True
+
+    @remembering
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1,
                  affine: bool = False, track_running_stats: bool = False, *,
                  bias: bool = True) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, bias=bias)
 
-    def forward(self, input: Tensor) -> Tensor:
-        single = input.ndim == self.dims[0]
-        self.check(input, 0 if single else 1)
-        out = instance_norm(input.unsqueeze(0) if single else input, self.running_mean,
-                            self.running_var, self.weight, self.bias,
-                            self.training or not self.track_running_stats, self.momentum or 0.0,
-                            self.eps)
-        return out.squeeze(0) if single else out
 
-
-BatchNorm1d, BatchNorm2d = variant(_BatchNorm, "BatchNorm1d", dims=(2, 3)), \
-    variant(_BatchNorm, "BatchNorm2d", dims=(4,))
-InstanceNorm1d, InstanceNorm2d = variant(_InstanceNorm, "InstanceNorm1d", dims=(2, 3)), \
-    variant(_InstanceNorm, "InstanceNorm2d", dims=(3, 4))
+BatchNorm1d, BatchNorm2d = (variant(_BatchNorm, f"BatchNorm{n}d", dims=dims, function=batch_norm)
+                            for n, dims in ((1, (2, 3)), (2, (4,))))
+InstanceNorm1d, InstanceNorm2d = (
+    variant(_InstanceNorm, f"InstanceNorm{n}d", dims=dims, function=instance_norm)
+    for n, dims in ((1, (2, 3)), (2, (3, 4))))
 
 
 class LayerNorm(_Norm):
+    function: Callable = staticmethod(layer_norm)
     shown = "normalized_shape eps= elementwise_affine= bias="
 
+    @remembering
     def __init__(self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True,
                  bias: bool = True) -> None:
-        super().__init__()
-        self.normalized_shape, self.eps = numbers(normalized_shape, 1), eps
-        self.elementwise_affine = elementwise_affine
+        self.normalized_shape = numbers(normalized_shape, 1)
         self.affine_parameters(self.normalized_shape, elementwise_affine, bias)
 
-    def forward(self, input: Tensor) -> Tensor:
-        return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
-
-
 class RMSNorm(LayerNorm):
+    function = staticmethod(rms_norm)
     shown = "normalized_shape eps= elementwise_affine="
 
+    @remembering
     def __init__(self, normalized_shape: Any, eps: Any = None,
                  elementwise_affine: bool = True) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, bias=False)
 
-    def forward(self, input: Tensor) -> Tensor:
-        return rms_norm(input, self.normalized_shape, self.weight, self.eps)
-
-
 class GroupNorm(_Norm):
+    function = staticmethod(group_norm)
     shown = "num_groups num_channels eps= affine= bias="
 
+    @remembering
     def __init__(self, num_groups: int, num_channels: int, eps: float = 1e-5,
                  affine: bool = True, *, bias: bool = True) -> None:
-        super().__init__()
         if num_channels % num_groups:
             raise ValueError(f"{num_groups} groups do not divide {num_channels} channels")
-        self.num_groups, self.num_channels, self.eps = num_groups, num_channels, eps
-        self.affine = affine
         self.affine_parameters(num_channels, affine, bias)
 
-    def forward(self, input: Tensor) -> Tensor:
-        return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
-
-
-class Embedding(Module):
+class Embedding(_Layer):
+    function = staticmethod(embedding)
     shown = "num_embeddings embedding_dim padding_idx=?"
 
+    @remembering
     def __init__(self, num_embeddings: int, embedding_dim: int,
                  padding_idx: int | None = None) -> None:
-        super().__init__()
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.padding_idx = padding_idx
         self.weight = Parameter(randn(num_embeddings, embedding_dim))
         if padding_idx is not None:
             self.weight._array[padding_idx] = 0
@@ -4821,38 +4866,23 @@ class Embedding(Module):
     @classmethod
     def from_pretrained(cls, embeddings: Tensor, freeze: bool = True,
                         padding_idx: int | None = None) -> Embedding:
-        made = cls(embeddings.shape[0], embeddings.shape[1], padding_idx)
+        made = cls(*embeddings.shape, padding_idx)
         made.weight = Parameter(embeddings, not freeze)
         return made
 
-    def forward(self, input: Tensor) -> Tensor:
-        return embedding(input, self.weight, self.padding_idx)
+class PReLU(_Layer):
+    function, shown = staticmethod(prelu), "num_parameters="
 
-
-class PReLU(Module):
-    shown = "num_parameters="
-
+    @remembering
     def __init__(self, num_parameters: int = 1, init: float = 0.25) -> None:
-        super().__init__()
-        self.num_parameters = num_parameters
         self.weight = Parameter(full((num_parameters,), init))
 
-    def forward(self, input: Tensor) -> Tensor:
-        return prelu(input, self.weight)
+class Dropout(_Layer):
+    function, shown = staticmethod(dropout), "p= inplace="
 
-
-class Dropout(Module):
-    shown = "p= inplace="
-    function: Callable = staticmethod(dropout)
-
+    @remembering
     def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
-        super().__init__()
-        if not 0 <= p <= 1:
-            raise ValueError(f"dropout probability must be between 0 and 1, not {p}")
-        self.p, self.inplace = p, inplace
-
-    def forward(self, input: Tensor) -> Tensor:
-        return type(self).function(input, self.p, self.training, inplace=self.inplace)
+        check_probability(p)
 
 
 Dropout2d = variant(Dropout, "Dropout2d", function=dropout2d)
@@ -4868,18 +4898,7 @@ class Identity(Module):
 
 # -- layers without parameters ---------------------------------------------------------------------
 #
-# Each is a function of section 3 that remembers its arguments: the constructor takes what the
-# function takes after its inputs, with the same names and defaults.
-
-
-def bind(name: str, signature: inspect.Signature, args: tuple, options: dict) -> dict[str, Any]:
-    """The arguments by name, with defaults for those not given."""
-    try:
-        bound = signature.bind(*args, **options)
-    except TypeError as error:
-        raise TypeError(f"{name} takes {signature}: {error}") from None
-    bound.apply_defaults()
-    return dict(bound.arguments)
+# The constructor takes what the function takes after its inputs, with the same names and defaults.
 
 
 def layer(name: str, function: Callable, shown: str = "", inputs: int = 1,
@@ -4895,19 +4914,14 @@ def layer(name: str, function: Callable, shown: str = "", inputs: int = 1,
             arguments["scale_factor"] = float(arguments["scale_factor"])
         if "stride" in arguments and arguments["stride"] is None:
             arguments["stride"] = arguments["kernel_size"]
-        self.names = tuple(arguments)
         for key, value in arguments.items():
             if isinstance(value, Tensor):  # the weight of a loss is part of its state
                 self.register_buffer(key, value)
             else:
                 setattr(self, key, value)
 
-    def forward(self: Any, *inputs: Any, **named: Any) -> Tensor:
-        return function(*inputs, **named, **{key: getattr(self, key) for key in self.names})
-
-    return type(name, (Module,), {"__init__": __init__, "forward": forward, "shown": shown,
-                                  "__signature__": signature, "__doc__": function.__doc__,
-                                  "__module__": __name__})
+    return variant(_Layer, name, function=function, shown=shown, inputs=inputs, __init__=__init__,
+                   __signature__=signature, __doc__=function.__doc__)
 
 
 Tanh, Sigmoid = layer("Tanh", tanh), layer("Sigmoid", sigmoid)
@@ -5045,15 +5059,12 @@ class _Recurrent(Module):
     states = 1
     step: Callable
 
+    @remembering
     def __init__(self, input_size: int, hidden_size: int, num_layers: int = 1, bias: bool = True,
                  batch_first: bool = False, dropout: float = 0.0, bidirectional: bool = False,
                  nonlinearity: str = "tanh", proj_size: int = 0) -> None:
-        super().__init__()
         if proj_size:
             raise ValueError("proj_size is not available: put a Linear layer after the LSTM")
-        self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
-        self.bias, self.batch_first, self.dropout = bias, batch_first, dropout
-        self.bidirectional, self.nonlinearity = bidirectional, nonlinearity
         for k in range(num_layers):
             for suffix in self.suffixes(k):
                 self.add_weights(suffix, hidden_size * (1 + bidirectional) if k else input_size)
@@ -5169,17 +5180,15 @@ class MultiheadAttention(Module):
     """Attention of num_heads heads (Vaswani et al., 2017). Here, other than in
     scaled_dot_product_attention, a boolean mask says who may NOT be looked at (as PyTorch)."""
 
+    @remembering
     def __init__(self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True,
                  add_bias_kv: bool = False, add_zero_attn: bool = False, kdim: int | None = None,
                  vdim: int | None = None, batch_first: bool = False) -> None:
-        super().__init__()
         if add_bias_kv or add_zero_attn or {kdim, vdim} - {None, embed_dim}:
             raise ValueError("MultiheadAttention has no add_bias_kv and add_zero_attn, and keys "
                              "and values are as wide as queries")
         if embed_dim % num_heads:
             raise ValueError(f"{num_heads} heads do not divide a width of {embed_dim}")
-        self.embed_dim, self.num_heads, self.dropout = embed_dim, num_heads, dropout
-        self.batch_first = batch_first
         self.in_proj_weight = Parameter(xavier_uniform_(zeros(3 * embed_dim, embed_dim)))
         self.in_proj_bias = Parameter(zeros(3 * embed_dim)) if bias else None
         self.out_proj = _Out(embed_dim, embed_dim, bias)
