@@ -12,17 +12,12 @@ from hypothesis import strategies as st
 sys.path[:0] = [str(Path(__file__).parent / "fuzz")]
 import targets  # noqa: E402
 
-CORPUS = Path(__file__).parent / "fuzz" / "corpus"
 every = pytest.mark.parametrize("name", targets.TARGETS)
-
-
-def corpus(name):
-    return targets.seeds(name) + [path.read_bytes() for path in sorted((CORPUS / name).glob("*"))]
 
 
 @every
 def test_the_corpus(name):
-    for data in corpus(name):
+    for data in targets.corpus(name):
         targets.TARGETS[name](data)
 
 
@@ -53,7 +48,7 @@ def mutated(rng, pool):
 
 @every
 def test_changed_inputs_in_bounded_memory(name):
-    rng, pool, run = random.Random(1), corpus(name), targets.TARGETS[name]
+    rng, pool, run = random.Random(1), targets.corpus(name), targets.TARGETS[name]
     run(pool[0])
     # (A UDP connection has two windows of 4 MiB, a message may have 1 MiB before it is lazy.)
     most = {"node": 8 << 20, "packets_of_the_peer": 16 << 20, "datagrams": 16 << 20}

@@ -103,15 +103,15 @@ class Line:
         fd = self.driver.fileno() if self.stream.read_fd < 0 else self.stream.read_fd
         select.select([fd], [fd] if out else [], [], wait)
 
-    def send(self, data: bytes, piece: int = 1 << 30) -> None:
-        view, deadline = memoryview(data), time.monotonic() + PATIENCE
+    def send(self, data: bytes, piece: int = 1 << 30, patience: float = PATIENCE) -> None:
+        view, deadline = memoryview(data), time.monotonic() + patience
         while view and not self.end:
             try:
                 view = view[self.stream.send([view[:piece]]):]
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise Broken("3-4", "that the worker takes what is sent", "nothing moved for "
-                                 f"{PATIENCE:g} s") from None
+                                 f"{patience:g} s") from None
                 self.turn(deadline, out=self.stream.write_fd >= 0)
             except OSError as error:
                 self.end = str(error)
@@ -315,7 +315,7 @@ class Trial:
             "MINIDIST_TRANSPORT": transport, "MINIDIST_KEY": self.config.key.hex(),
             "MINIDIST_JOB": JOB, "MINIDIST_GENERATION": "0", "MINIDIST_ROLE": "worker",
             "MINIDIST_HEARTBEAT": str(SILENCE), "MINIDIST_HEARTBEAT_TIMEOUT": str(DEATH),
-            "MINIDIST_START_TIMEOUT": "20", "MINIDIST_TIMEOUT": "20"},
+            "MINIDIST_START_TIMEOUT": "12", "MINIDIST_TIMEOUT": "20"},
             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
     def close(self) -> None:
@@ -599,6 +599,13 @@ def _(trial: Trial) -> None:
     finish(trial, trial.join())
 
 
+@stage("gives up when a rank does not come", "9.2-4", PEER)
+def _(trial: Trial) -> None:
+    with contextlib.suppress(Broken):           # it may, or may not, see us in between
+        trial.line().stream.close()
+    trial.exits(False, "9.2-4")
+
+
 @stage("is not stopped by the silent and the slow", "2-3", PEER)
 def _(trial: Trial) -> None:
     lines = [trial.line() for _ in range(30)]
@@ -807,6 +814,22 @@ for _what, _rule, _code, _data in (
         line.send(data)
         line.refuses(rule, code)
         trial.exits(False)
+
+
+@stage("holds 64 MiB that it has not asked for, and no more", "2-3 9.5-2", transports=("tcp",))
+def _(trial: Trial) -> None:
+    line, data = trial.join(), frame(p.OPAQUE, bytes(8), bytes(1 << 20), channel=9)
+    for count in range(160):                    # (socket buffers hold some more)
+        try:
+            line.send(data, patience=DEATH + 1)
+        except Broken:                          # it has stopped reading; we are not dead for that
+            if count < 64:
+                raise
+            break
+        if line.end:
+            raise Broken("9.5-2", "patience, as it was not reading", line.end)
+    else:
+        raise Broken("2-3", "an end of reading after 64 MiB", "160 MiB taken")
 
 
 @stage("notices silence", "9.5-3")

@@ -63,6 +63,13 @@ def seeds(name):
     return [b"", b"127.0.0.1:80", b"[::1]:80", bytes(20)]
 
 
+def corpus(name):
+    """The seeds, and what a search found worth keeping."""
+    path = Path(__file__).with_name("corpus") / f"{name}.txt"
+    lines = path.read_text().split() if path.exists() else []
+    return seeds(name) + [bytes.fromhex(line) for line in lines]
+
+
 # ---- decoders ---------------------------------------------------------------------------------
 
 @target
@@ -305,7 +312,7 @@ def listener():
     """An endpoint open to a dialler, with the ids and nonces of the vectors."""
     given = iter([bytes(32), vectors.OWN_INCARNATION, vectors.LISTENER, vectors.LISTENER_NONCE])
     counter = itertools.count(1)
-    one = reliability.Endpoint(KEY, random=lambda size: next(given, None) or (
+    one = reliability.Endpoint(KEY, window=1 << 16, random=lambda size: next(given, None) or (
         next(counter).to_bytes(size, "little")))
     (retry,) = arrive(one, vectors.udp_init())
     arrive(one, vectors.udp_init(cookie=retry[16:40]))

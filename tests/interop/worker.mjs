@@ -39,7 +39,6 @@ const CODES = {
   UNKNOWN_KIND: 18, BAD_FIELDS: 19, UNEXPECTED: 20, CHECKSUM: 21, ABORTED: 32, MISMATCH: 33,
   SILENT: 34, LOST: 35, NOT_READY: 48, BAD_RANGE: 49,
 };
-const nameOf = code => Object.keys(CODES).find(name => CODES[name] === code) ?? `code ${code}`;
 
 class ProtocolError extends Error {
   constructor(code, text) {
@@ -158,7 +157,7 @@ class Session {
     Object.assign(this, { node, job: node.job, stream, side, link, state: "greeting" });
     this.deadline = now() + HANDSHAKE;
     this.heard = this.pinged = now();
-    this.saidGoodbye = this.left = this.checksums = false;
+    this.saidGoodbye = this.left = this.checksums = this.full = false;
     this.partial = new Map();               // by channel: messages with MORE to come [4.2]
     this.greeting = Buffer.concat([         // [5]
       MAGIC, u8(1), u8(0), Buffer.from(side), u8(this.job.key ? 1 : 0), u32(MAX_FRAME),
@@ -375,6 +374,7 @@ class Session {
 
   tick() {                                  // [9.5]
     const at = now(), { heartbeat, patience } = this.job;
+    if (this.full) this.heard = at;         // its silence is our doing
     if (this.state !== "open") {
       if (at > this.deadline) this.fail(new ProtocolError("HANDSHAKE_TIMEOUT", "too slow to join"));
     } else if (at > this.heard + patience) {
@@ -396,6 +396,8 @@ class TcpStream {
     socket.on("error", error => this.onend(error.message));
   }
   send(data) { this.socket.write(data); }
+  pause() { this.socket.pause(); }
+  resume() { this.socket.resume(); }
   drained() {
     if (this.socket.writableLength < MAX_FRAME || this.socket.destroyed) return null;
     return new Promise(resolve => ["drain", "close"].forEach(
@@ -602,7 +604,19 @@ class UdpStream {                           // one connection
     if (at < stop) fresh.push([at, data.subarray(at - start)]);
     if (fresh.length && this.held.length >= GAPS && start > this.read) return false;
     this.held = [...this.held, ...fresh].sort((a, b) => a[0] - b[0]);
-    while (this.held.length && this.held[0][0] === this.read && !this.finishing) {
+    this.hand();
+    return true;
+  }
+
+  pause() { this.paused = true; }
+  resume() {
+    this.paused = false;
+    this.hand();
+    this.wake();
+  }
+
+  hand() {                                  // what is in order goes to the session
+    while (this.held[0]?.[0] === this.read && !this.finishing && !this.paused) {
       const [, piece] = this.held.shift();
       this.read += piece.length;
       this.ondata(piece);
@@ -611,7 +625,6 @@ class UdpStream {                           // one connection
       this.granted = this.read + WINDOW;
       this.grantDue = true;
     }
-    return true;
   }
 
   onFeedback(body, at) {
@@ -966,9 +979,12 @@ const Udp = {                               // one socket for all connections
 // ---- 5 Node ------------------------------------------------------------------------------------
 // Who is in the job, and the messages of each [9.2, 9.6, 9.7].
 
+const INBOX = 64 << 20;
+
 class Link {
   constructor(peer) {
     Object.assign(this, { peer, session: null, dialing: false, lost: null, address: "" });
+    this.held = 0;                          // bytes of messages that nobody has asked for
     this.inbox = new Map();                 // by channel: messages, and who waits for them
   }
   get open() { return this.session?.state === "open"; }
@@ -1129,8 +1145,23 @@ class Node {
 
   deliver(link, message) {
     const { messages, waits } = link.box(message.channel);
-    if (waits.length) waits.shift().resolve(message);
-    else messages.push(message);
+    if (waits.length) return waits.shift().resolve(message);
+    messages.push(message);
+    link.held += message.total;
+    this.balance(link);
+  }
+
+  take(link, messages) {
+    link.held -= messages[0].total;
+    this.balance(link);
+    return messages.shift();
+  }
+
+  balance(link) {                           // a full inbox is not read into [2-3, 9.6]
+    const full = link.held > INBOX, { session } = link;
+    if (!session || full === session.full) return;
+    session.full = full;
+    session.stream[full ? "pause" : "resume"]();
   }
 
   async connection(peer) {
@@ -1149,9 +1180,9 @@ class Node {
 
   async recv(peer, channel = 0) {
     const link = this.links[peer], { messages, waits } = link.box(channel);
-    if (messages.length) return messages.shift();       // what was complete comes first [9.6-2]
+    if (messages.length) return this.take(link, messages);      // complete ones come first [9.6-2]
     await this.connection(peer);
-    if (messages.length) return messages.shift();
+    if (messages.length) return this.take(link, messages);
     return new Promise((resolve, reject) => {
       const late = setTimeout(() => reject(new Error(
         `rank ${this.node} has waited ${this.job.timeout} s for node ${peer} in ${this.doing}`)),
