@@ -854,6 +854,8 @@ def test_every_rule_of_the_document_has_a_test():
     known = set(re.findall(r"^- \[MDP-([\d.]+-\d+)\]", document, re.M))
     for stage in conformance.STAGES:
         assert set(stage.rules.split()) <= known, stage
+    cited = set(re.findall(r'"(\d[\d.]*-\d+)"', Path(conformance.__file__).read_text()))
+    assert cited <= known and len(cited) > 30, cited - known
     for rule, (name, test) in RULES.items():
         source = (ROOT / "tests" / name).read_text()
         assert f"def {test}(" in source, f"MDP-{rule} names {test}"
