@@ -2921,7 +2921,8 @@ def each(work: Callable[[Any], Any], todo: Sequence, elements: int) -> list:
     millisecond, so small jobs are done at once. Results come in order and are summed in order:
     they have the same bits for any number of threads."""
     results: list[Any] = [None] * len(todo)
-    threads = min(get_num_threads(), len(todo)) if elements >= 2**18 else 1
+    available = get_num_threads() if elements >= 2**18 else 1
+    threads = min(available, len(todo))
     errors: list[BaseException] = []
 
     def share(k: int) -> None:
@@ -2944,7 +2945,7 @@ def each(work: Callable[[Any], Any], todo: Sequence, elements: int) -> list:
         share(0)
         for thread in others:
             thread.join()
-        limit(threads)
+        limit(available)
     if errors:
         raise errors[0]
     return results
@@ -4973,13 +4974,20 @@ def lstm_step(x: Tensor, state: tuple, weight: Tensor, bias: Any, act: Callable)
     cell = sigmoid(f) * state[1] + sigmoid(i) * tanh(g)
     return sigmoid(o) * tanh(cell), cell
 
+def unrolled(step: Callable, x: Tensor, state: tuple, w_ih: Tensor, w_hh: Tensor, b_ih: Any,
+             b_hh: Any, act: Callable, reverse: bool) -> tuple[Tensor, tuple]:
+    """One layer in one direction: the outputs of all steps and the last state. The inputs' share
+    of all steps is one product."""
+    outputs, order = [], -1 if reverse else 1
+    for projected in linear(x, w_ih, b_ih).unbind()[::order]:
+        state = step(projected, state, w_hh, b_hh, act)
+        outputs.append(state[0])
+    return stack(outputs[::order]), state
+
 def lstm_plain(x: Any, h: Any, c: Any, w_ih: Any, w_hh: Any, b_ih: Any, b_hh: Any,
                reverse: bool) -> Any:
-    outputs = []
-    for step in list(linear(x, w_ih, b_ih).unbind())[:: -1 if reverse else 1]:
-        h, c = lstm_step(step, (h, c), w_hh, b_hh, tanh)
-        outputs.append(h)
-    return stack([*outputs[:: -1 if reverse else 1], c])
+    outputs, (_, last) = unrolled(lstm_step, x, (h, c), w_ih, w_hh, b_ih, b_hh, tanh, reverse)
+    return cat([outputs, last.unsqueeze(0)])
 
 @composed(lstm_plain, "gates cells")
 def lstm_backward(g, needs, x, h, c, w_ih, w_hh, b_ih, b_hh, reverse, out, gates, cells):
@@ -5080,16 +5088,16 @@ class _Recurrent(Module):
         for name in ("bias_ih", "bias_hh"):
             setattr(self, name + suffix, uniform_parameter(rows, fan=h) if self.bias else None)
 
-    def weights(self, suffix: str) -> list[Any]:
+    def weights(self, suffix: str) -> Any:
         return [getattr(self, name + suffix) for name in
-                ("weight_ih", "bias_ih", "weight_hh", "bias_hh")]
+                ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
 
     def flatten_parameters(self) -> None:
         """For PyTorch programs; GPUs need it."""
 
-    def make_step(self, *args: Any) -> tuple:
-        act = {"tanh": tanh, "relu": relu}[self.nonlinearity]
-        return type(self).step(*args, act)
+    @property
+    def act(self) -> Callable:
+        return {"tanh": tanh, "relu": relu}[self.nonlinearity]
 
     def forward(self, input: Tensor, hx: Any = None) -> tuple[Tensor, Any]:
         x, batched = input, input.ndim == 3
@@ -5121,18 +5129,8 @@ class _Recurrent(Module):
         return x, self.packed(last)
 
     def run(self, x: Tensor, state: tuple, suffix: str) -> tuple[Tensor, tuple]:
-        """One layer in one direction. The inputs' share of all steps is one product."""
-        w_ih, b_ih, *own = self.weights(suffix)
-        backwards = suffix.endswith("_reverse")
-        if self.states == 2 and x.numel():
-            out = _lstm(x, *state, w_ih, own[0], b_ih, own[1], reverse=backwards)
-            return out[:-1], (out[0 if backwards else -2], out[-1])
-        steps = linear(x, w_ih, b_ih).unbind()
-        outputs = []
-        for projected in reversed(steps) if backwards else steps:
-            state = self.make_step(projected, state, *own)
-            outputs.append(state[0])
-        return stack(outputs[::-1] if backwards else outputs), state
+        return unrolled(type(self).step, x, state, *self.weights(suffix), act=self.act,
+                        reverse=suffix.endswith("_reverse"))
 
     def packed(self, states: Iterable[Tensor]) -> Any:
         states = tuple(states)
@@ -5157,8 +5155,17 @@ class _Cell(_Recurrent):
     def forward(self, input: Tensor, hx: Any = None) -> Any:
         empty = zeros(*input.shape[:-1], self.hidden_size, dtype=input.dtype)
         state = (empty,) * self.states if hx is None else tuple(self.unpacked(hx))
-        w_ih, b_ih, *own = self.weights("")
-        return self.packed(self.make_step(linear(input, w_ih, b_ih), state, *own))
+        w_ih, w_hh, b_ih, b_hh = self.weights("")
+        return self.packed(type(self).step(linear(input, w_ih, b_ih), state, w_hh, b_hh, self.act))
+
+
+class _LSTM(_Recurrent):
+    def run(self, x: Tensor, state: tuple, suffix: str) -> tuple[Tensor, tuple]:
+        if not x.numel():
+            return super().run(x, state, suffix)
+        reverse = suffix.endswith("_reverse")
+        out = _lstm(x, *state, *self.weights(suffix), reverse=reverse)
+        return out[:-1], (out[0 if reverse else -2], out[-1])
 
 
 RNN, RNNCell = (variant(base, name, gates=1, step=rnn_step)
@@ -5166,7 +5173,7 @@ RNN, RNNCell = (variant(base, name, gates=1, step=rnn_step)
 GRU, GRUCell = (variant(base, name, gates=3, step=gru_step)
                 for base, name in ((_Recurrent, "GRU"), (_Cell, "GRUCell")))
 LSTM, LSTMCell = (variant(base, name, gates=4, states=2, step=lstm_step)
-                  for base, name in ((_Recurrent, "LSTM"), (_Cell, "LSTMCell")))
+                  for base, name in ((_LSTM, "LSTM"), (_Cell, "LSTMCell")))
 
 
 # -- attention -------------------------------------------------------------------------------------
@@ -5219,14 +5226,15 @@ class MultiheadAttention(Module):
             padding = additive(key_padding_mask, q.dtype).reshape(batch, 1, 1, -1)
             mask = padding if mask is None else mask + padding
         p = self.dropout if self.training else 0.0
-        out, weights = attend(q, k, v, mask, p, False)
+        if need_weights:
+            out, weights = attend(q, k, v, mask, p, False)
+            weights = weights.mean(1) if average_attn_weights else weights
+        else:
+            out, weights = scaled_dot_product_attention(q, k, v, mask, p), None
         out = self.out_proj(permute(out, 2, 0, 1, 3).reshape(length, batch, width))
-        weights = weights.mean(1) if average_attn_weights else weights
         if not batched:
-            out, weights = out.squeeze(1), weights.squeeze(0)
-        elif self.batch_first:
-            out = transpose(out, 0, 1)
-        return out, weights if need_weights else None
+            return out.squeeze(1), None if weights is None else weights.squeeze(0)
+        return transpose(out, 0, 1) if self.batch_first else out, weights
 
 
 def additive(mask: Tensor, dtype: Any) -> Tensor:
@@ -7946,7 +7954,7 @@ def openblas(action: str) -> Callable | None:
 
 
 def set_num_threads(threads: int) -> None:
-    """How many threads a matrix product uses: those of BLAS. All else uses one."""
+    """How many threads a matrix product uses (those of BLAS), and layers on large inputs."""
     change = openblas("set")
     if threads < 1:
         raise ValueError(f"set_num_threads needs a number from 1, not {threads}")

@@ -1,6 +1,7 @@
 """Sections 3 and 4 against PyTorch: functions, layers, losses, and the machinery of modules."""
 import itertools
 import math
+import threading
 import warnings
 
 import numpy as np
@@ -96,6 +97,30 @@ case("dropout", lambda m, x: m.nn.functional.dropout(x, 0.5, training=False), (3
 case("dropout", lambda m, x: m.nn.functional.dropout(x, 0.0), (3, 4))
 case("dropout", lambda m, x: m.nn.functional.dropout(x, 1.0), (3, 4))
 
+# Fused ops work on blocks, and above 2**18 elements in threads: sizes beyond both.
+for inputs in (((2100, 128), (128,), (128,)), ((60, 35), (35,), (35,))):
+    case("layer_norm", lambda m, x, w, b: m.nn.functional.layer_norm(x, w.shape, w, b), *inputs,
+         factor=99)
+case("batch_norm", lambda m, x, w, b: m.nn.functional.batch_norm(
+    x, None, None, w, b, training=True), (19, 24, 24, 25), (24,), (24,), factor=99)
+for approximate in ("none", "tanh"):
+    case("gelu", lambda m, x, a=approximate: m.nn.functional.gelu(x * 3, approximate=a),
+         (67, 4000), factor=3, orders=1)
+for causal, shape, keys in itertools.product(
+        (True, False), ((2, 3, 150, 8), (40, 100, 4), (7, 2, 150, 4)), (1, 0.7)):
+    case("scaled_dot_product_attention", lambda m, q, k, v, c=causal:
+         m.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=c), shape,
+         (*shape[:-2], int(shape[-2] * keys), shape[-1]), (*shape[:-2], int(shape[-2] * keys), 5),
+         factor=99)
+case("embedding", lambda m, i, w: m.nn.functional.embedding(i, w), integers(30, 40, high=7), (9, 3),
+     factor=9)
+case("conv2d", lambda m, x, w, b: m.nn.functional.conv2d(x, w, b, padding=1), (25, 16, 26, 26),
+     (16, 16, 3, 3), (16,), factor=999)
+case("conv2d", lambda m, x, w, b: m.nn.functional.conv2d(x, w, b), (40, 6, 12, 12), (32, 6, 5, 5),
+     (32,), factor=999)
+case("conv2d", lambda m, x, w, b: m.nn.functional.conv2d(x, w, b, stride=2, groups=2),
+     (25, 16, 26, 26), (40, 8, 3, 3), (40,), factor=999)
+
 # -- losses ----------------------------------------------------------------------------------------
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -145,6 +170,44 @@ case("cross_entropy", lambda m, x, t: m.nn.functional.cross_entropy(x, t, reduct
                          ids=[f"{row[0]}-{i}" for i, row in enumerate(TABLE)])
 def test_function(name, function, inputs, options):
     check(function, *inputs, **options)
+
+
+def test_the_number_of_threads_changes_no_bit(monkeypatch):
+    net = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.GELU(),
+                        nn.MaxPool2d(2), nn.Conv2d(16, 32, 5), nn.Flatten(2), nn.LayerNorm(144))
+    x, started = md.randn(32, 3, 32, 32), []
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda t: (started.append(t), start(t)))
+
+    before = md.get_num_threads()
+    md.set_num_threads(1)  # BLAS's own threads are another matter
+    monkeypatch.setattr(md, "openblas", lambda action: None)
+
+    def run(threads):
+        monkeypatch.setattr(md, "get_num_threads", lambda: threads)
+        started.clear()
+        net.zero_grad()
+        h = net(x)
+        h = F.scaled_dot_product_attention(h, h, h, is_causal=True)
+        (h * h).sum().backward()
+        return [h.detach().numpy(), *(p.grad.numpy() for p in net.parameters())], len(started)
+
+    (alone, none), (shared, some) = run(1), run(3)
+    monkeypatch.undo()
+    md.set_num_threads(before)
+    assert none == 0 and some > 5
+    for a, b in zip(alone, shared):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_what_threads_raise_is_raised(monkeypatch):
+    def work(i):
+        if i == 3:
+            raise KeyError("in a thread")
+
+    monkeypatch.setattr(md, "get_num_threads", lambda: 2)
+    with pytest.raises(KeyError, match="in a thread"):
+        md.each(work, range(5), 2**20)
 
 
 def test_table_is_complete():
