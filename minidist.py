@@ -2922,7 +2922,7 @@ def each(work: Callable[[Any], Any], todo: Sequence, elements: int) -> list:
     they have the same bits for any number of threads."""
     results: list[Any] = [None] * len(todo)
     available = get_num_threads() if elements >= 2**18 else 1
-    threads = min(available, len(todo))
+    threads = max(1, min(available, len(todo)))
     errors: list[BaseException] = []
 
     def share(k: int) -> None:
@@ -5129,8 +5129,9 @@ class _Recurrent(Module):
         return x, self.packed(last)
 
     def run(self, x: Tensor, state: tuple, suffix: str) -> tuple[Tensor, tuple]:
-        return unrolled(type(self).step, x, state, *self.weights(suffix), act=self.act,
-                        reverse=suffix.endswith("_reverse"))
+        w_ih, w_hh, b_ih, b_hh = self.weights(suffix)
+        return unrolled(type(self).step, x, state, w_ih, w_hh, b_ih, b_hh, self.act,
+                        suffix.endswith("_reverse"))
 
     def packed(self, states: Iterable[Tensor]) -> Any:
         states = tuple(states)

@@ -97,29 +97,31 @@ case("dropout", lambda m, x: m.nn.functional.dropout(x, 0.5, training=False), (3
 case("dropout", lambda m, x: m.nn.functional.dropout(x, 0.0), (3, 4))
 case("dropout", lambda m, x: m.nn.functional.dropout(x, 1.0), (3, 4))
 
-# Fused ops work on blocks, and above 2**18 elements in threads: sizes beyond both.
+# Fused ops work on blocks, and above 2**18 elements in threads: sizes beyond both. (Second
+# derivatives are those of the compositions, whatever the size.)
+LARGE: dict = {"dtypes": ["float32"], "orders": 1}
 for inputs in (((2100, 128), (128,), (128,)), ((60, 35), (35,), (35,))):
     case("layer_norm", lambda m, x, w, b: m.nn.functional.layer_norm(x, w.shape, w, b), *inputs,
-         factor=99)
+         factor=99, **LARGE)
 case("batch_norm", lambda m, x, w, b: m.nn.functional.batch_norm(
-    x, None, None, w, b, training=True), (19, 24, 24, 25), (24,), (24,), factor=99)
+    x, None, None, w, b, training=True), (19, 24, 24, 25), (24,), (24,), factor=99, **LARGE)
 for approximate in ("none", "tanh"):
     case("gelu", lambda m, x, a=approximate: m.nn.functional.gelu(x * 3, approximate=a),
-         (67, 4000), factor=3, orders=1)
+         (67, 4000), factor=3, **LARGE)
 for causal, shape, keys in itertools.product(
         (True, False), ((2, 3, 150, 8), (40, 100, 4), (7, 2, 150, 4)), (1, 0.7)):
     case("scaled_dot_product_attention", lambda m, q, k, v, c=causal:
          m.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=c), shape,
          (*shape[:-2], int(shape[-2] * keys), shape[-1]), (*shape[:-2], int(shape[-2] * keys), 5),
-         factor=99)
+         factor=99, **LARGE)
 case("embedding", lambda m, i, w: m.nn.functional.embedding(i, w), integers(30, 40, high=7), (9, 3),
-     factor=9)
+     factor=9, **LARGE)
 case("conv2d", lambda m, x, w, b: m.nn.functional.conv2d(x, w, b, padding=1), (25, 16, 26, 26),
-     (16, 16, 3, 3), (16,), factor=999)
+     (16, 16, 3, 3), (16,), factor=999, **LARGE)
 case("conv2d", lambda m, x, w, b: m.nn.functional.conv2d(x, w, b), (40, 6, 12, 12), (32, 6, 5, 5),
-     (32,), factor=999)
+     (32,), factor=999, **LARGE)
 case("conv2d", lambda m, x, w, b: m.nn.functional.conv2d(x, w, b, stride=2, groups=2),
-     (25, 16, 26, 26), (40, 8, 3, 3), (40,), factor=999)
+     (25, 16, 26, 26), (40, 8, 3, 3), (40,), factor=999, **LARGE)
 
 # -- losses ----------------------------------------------------------------------------------------
 
