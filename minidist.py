@@ -31,6 +31,7 @@ Contents (search for the ruled headings):
 from __future__ import annotations
 
 import argparse
+import atexit
 import builtins
 import collections
 import contextlib
@@ -42,11 +43,13 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import io
 import itertools
 import json
 import math
 import os
 import pathlib
+import signal
 import sys
 import threading
 import time
@@ -5384,6 +5387,7 @@ class Optimizer:
         self.defaults = defaults
         self.state: dict[Tensor, dict[str, Any]] = collections.defaultdict(dict)
         self.param_groups: list[dict[str, Any]] = []
+        self.schedules: list[Any] = []  # weak references: a checkpoint of the run has them too
         params = [params] if isinstance(params, Tensor) else list(params)
         if not params:
             raise ValueError("the optimizer got no parameters: were the layers registered?")
@@ -5898,6 +5902,7 @@ class LRScheduler:
         self.start()
 
     def start(self) -> None:
+        self.optimizer.schedules.append(weakref.ref(self))
         for group in self.optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
         self.base_lrs = [group["initial_lr"] for group in self.optimizer.param_groups]
@@ -6049,6 +6054,7 @@ class SequentialLR(LRScheduler):
             raise ValueError(f"{len(schedulers)} schedules need {len(schedulers) - 1} milestones")
         self.optimizer, self.schedulers = optimizer, list(schedulers)
         self.milestones, self.last_epoch = list(milestones), last_epoch
+        optimizer.schedules.append(weakref.ref(self))
         self.step()
 
     def step(self, epoch: int | None = None) -> None:
@@ -6086,6 +6092,7 @@ class ReduceLROnPlateau(LRScheduler):
         self.best = math.inf if mode == "min" else -math.inf
         self.num_bad_epochs = self.cooldown_counter = self.last_epoch = 0
         self._last_lr = self.get_last_lr()
+        optimizer.schedules.append(weakref.ref(self))
 
     def step(self, metrics: Any, epoch: int | None = None) -> None:  # type: ignore[override]
         value, up = float(metrics), 1 if self.mode == "max" else -1
@@ -6458,6 +6465,13 @@ def save(obj: Any, path: Any) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.remove(partial)
         raise
+
+
+def packed(obj: Any) -> bytes:
+    """What `save` would write."""
+    file = io.BytesIO()
+    save(obj, file)
+    return file.getvalue()
 
 
 def flattened(value: Any, path: str, tensors: dict[str, np.ndarray]) -> Any:
@@ -6838,6 +6852,7 @@ class ProcessGroup:
         self.transport, self.size = transport, size
         self.rank = 0 if transport is None else transport.node
         self.sequence = 0
+        self.kept: str | None = None  # a file for this rank's state, in elastic runs
         self._landing = np.empty(0, np.uint8)  # where what is to be combined arrives
         self._unclaimed: list[tuple] = []  # tensors whose tag recv has not asked for yet
 
@@ -6938,6 +6953,29 @@ class ProcessGroup:
         self.transport.abort(str(error), error.code)  # so that all hear of it, instead of waiting
         raise error
 
+    def pass_on(self, data: bytes, src: int) -> bytes:
+        """The bytes that rank src gives, on every rank."""
+        size = np.array([len(data)])
+        self.broadcast(size, src)
+        room = np.resize(np.frombuffer(data, np.uint8), size[0])
+        self.broadcast(room, src)
+        return room.tobytes()
+
+    def agree(self, what: str, mine: list[str], cure: str) -> None:
+        """Raise on every rank unless these lines are the same on all; name the first difference.
+        Found here it has a name; later it is a hang, or a model that learns nonsense."""
+        text = "\n".join(mine).encode()
+        hashes = np.zeros((self.size, 32), np.uint8)
+        self.all_gather(list(hashes), np.frombuffer(hashlib.sha256(text).digest(), np.uint8), what)
+        odd = np.flatnonzero((hashes != hashes[0]).any(axis=1)).tolist()
+        if not odd:
+            return
+        lists = [self.pass_on(text, rank).decode().split("\n") for rank in (0, odd[0])]
+        place, (a, b) = next((i, pair) for i, pair in enumerate(itertools.zip_longest(
+            *lists, fillvalue="nothing more")) if pair[0] != pair[1])
+        raise RuntimeError(f"{what} differs between ranks, first at #{place}: rank 0 has {a}, rank "
+                           f"{odd[0]} has {b}. This is rank {self.rank}: {cure}")
+
     def send(self, tensor: Any, dst: int, tag: int = 0) -> None:
         """Send a tensor to rank dst, whose recv with the same tag takes it."""
         self._check_rank(dst)
@@ -7034,6 +7072,7 @@ def init_process_group(backend: Any = None, init_method: str = "env://", timeout
     elif rank >= 0 or "RANK" in os.environ:
         transport, config = transports().join(backend, init_method, timeout, world_size, rank)
         group = ProcessGroup(transport, config.workers)
+        group.kept = os.environ.get("MINIDIST_STATE")
     _default_group.set(group)
 
 
@@ -7080,23 +7119,257 @@ class FlatVector:
                       for x, stop in zip(self.tensors, stops)]
 
 
-class Strategy:
+# -- going on where a run stopped ------------------------------------------------------------------
+#
+# A run is more than its parameters: the optimizer's memory, the schedules, the random numbers, the
+# place in the data. All of it is kept between two steps, and a run that goes on from there makes
+# the bits that it would have made. That serves three times: a checkpoint that a later run resumes;
+# SIGTERM, after which all ranks end at one step; and elastic runs, which lose and gain workers: the
+# launcher starts the group once more, as a new generation, and what each rank kept decides where.
+
+
+class Resumable:
+    """Loops that know where they are, and a state to go on from.
+
+        train.checkpoint("run.safetensors", every=100)      # resumes, if the file is there
+        for epoch in train.epochs(10):                      # from the epoch that was under way
+            for x, y in train.batches(loader):              # and in it, from the next batch
+                ...
+
+    What a step has not completed is done again. So is whatever the program does before the first
+    loop, which therefore must not depend on when it runs; a loop that makes no steps (a test)
+    inside the epoch begins at its beginning."""
+
+    model: Any
+    optimizer: Any
+    group: Any
+    lockstep = True  # must every rank take part in every step?
+    steps = epoch = 0
+    finish: Callable
+
+    def __init__(self) -> None:
+        self._others: dict[str, Any] = {}
+        self._path: Any = None
+        self._resume_from: Any = None
+        self._every = 0
+        self._begun = self._resumed = False
+        self._looping = False
+        self._age = 0  # of the state: one more than that of the state it went on from
+        self._loops: list[dict[str, Any]] = []  # of this epoch, and how far each has come
+        self._loop = 0  # which one is next
+        self._samplers: list[Any] = []  # of the loops
+        self._epoch_rng = get_rng_state()
+        self._restored: dict[str, Any] | None = None  # what of a state waits for its loop
+        self._kept = b""  # an elastic run's state between the last two steps
+        self._kept_at = (-1, -1)
+        self._stop = False  # SIGTERM has come
+        self._all_stop = False  # and all ranks know it
+
+    def checkpoint(self, path: Any, every: int = 0, resume: Any = True, **others: Any) -> None:
+        """Keep the state of the run in a file: after each epoch, after every so many steps, and on
+        SIGTERM, which then ends the program, with success, after the same step on all ranks.
+
+        The first loop resumes what the file holds, if it is there (or what `resume`, another path,
+        holds; nothing if it is False). `others` are kept too, under their names: objects with
+        state_dict and load_state_dict, lists and dicts. Model, optimizer and its schedules are
+        known. Rank 0 writes the file; only one rank needs to find it when the run resumes."""
+        taken = {"model", "optimizer", "schedules", "run", "ranks"} & others.keys()
+        if taken:
+            raise ValueError(f"checkpoint: the name {taken.pop()!r} is taken")
+        self._path, self._every, self._others = path, every, others
+        self._resume_from = path if resume is True else resume
+
+    # Loops.
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """0 .. count-1, or from the epoch that the state is in."""
+        self._go_on()
+        while self.epoch < count:
+            self._loop = 0
+            if self._restored:  # in the middle of it: what came before its loops comes again
+                set_rng_state(self._restored["epoch_rng"])
+            self._epoch_rng = get_rng_state()
+            yield self.epoch
+            self.epoch, self._epoch_rng = self.epoch + 1, get_rng_state()
+            self._loops = [new_place(sampler) for sampler in self._samplers]
+            self._keep(epoch_ends=True)
+
+    def _begin_loop(self, loader: Any) -> tuple[dict[str, Any], Iterator[list[int]]]:
+        """The loop's place, and the batches of its loader behind those whose steps are complete."""
+        self._go_on()
+        sampler, at = loader.sampler, self._loop
+        if at == len(self._loops):
+            self._loops.append(new_place(sampler))
+        self._samplers[at:] = [sampler]
+        place, self._loop = self._loops[at], at + 1
+        # A shuffle is a function of seed and epoch; a loader made anew has another seed.
+        if self._resumed and getattr(sampler, "seed", self) == place["seed"]:
+            sampler.epoch = max(sampler.epoch, place["epoch"])
+        if place["rng"] is None:
+            place.update(new_place(sampler), rng=get_rng_state())
+        set_rng_state(place["rng"])
+        order = iter(loader.batch_sampler)
+        collections.deque(itertools.islice(order, place["done"]), maxlen=0)
+        if self._restored and not any(later["done"] for later in self._loops[at + 1 :]):
+            self._load_rank_state(self._restored)
+            self._restored = None
+        return place, order
+
+    # Keeping.
+
+    def _rank_state(self) -> dict[str, Any]:
+        """What is this rank's own."""
+        return {"rng": get_rng_state(), "epoch_rng": self._epoch_rng, "loops": self._loops}
+
+    def _load_rank_state(self, state: dict[str, Any]) -> None:
+        set_rng_state(state["rng"])
+
+    def _keep(self, epoch_ends: bool = False) -> None:
+        """Between two steps: keep what is due, and end if all were asked to."""
+        if self._kept_at == (self.steps, self.epoch):
+            return  # no step since
+        self._kept_at = self.steps, self.epoch
+        alone = self.group.size == 1 or not self.lockstep
+        ending = self._stop if alone else self._all_stop
+        if ending and not self.lockstep:
+            self.finish()
+        if self._path and (ending or epoch_ends or self._every and self.steps % self._every == 0):
+            own = packed(self._rank_state())
+            ranks = [own] if alone else [self.group.pass_on(own, r) for r in range(self.group.size)]
+            if self.group.rank == 0:
+                save(self._run_state(ranks), self._path)
+        if self.group.kept:
+            self._kept = packed(self._run_state([packed(self._rank_state())]))
+        if ending:
+            if self.group.rank == 0 and self._path:
+                print(f"minidist: SIGTERM: ended after step {self.steps}; {self._path} has the "
+                      "state to go on from", file=sys.stderr)
+            raise SystemExit(0)
+
+    def _run_state(self, ranks: list[bytes]) -> dict[str, Any]:
+        others = {name: getattr(x, "state_dict", lambda x=x: x)()
+                  for name, x in self._others.items()}
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
+                "schedules": [x.state_dict() for x in self._schedules()], **others,
+                "run": {"age": self._age, "steps": self.steps, "epoch": self.epoch,
+                        "job": os.environ.get("MINIDIST_JOB", "")},
+                "ranks": [np.frombuffer(own, np.uint8) for own in ranks]}
+
+    def _schedules(self) -> list[Any]:
+        return [x for x in (ref() for ref in self.optimizer.schedules) if x is not None]
+
+    def _leave(self) -> None:
+        """As the program ends, however that comes about."""
+        if self._kept:
+            with open(self.group.kept + ".new", "wb") as file:
+                file.write(self._kept)
+            os.replace(self.group.kept + ".new", self.group.kept)
+
+    # Going on.
+
+    def _go_on(self) -> None:
+        """Before the first loop: all ranks adopt the state of the one that got furthest."""
+        if self._begun:
+            return
+        self._begun = True
+        if self._path or self._resume_from or self.group.kept:
+            self._exchange()
+            on_sigterm(self)
+        if self.group.kept:
+            atexit.register(self._leave)
+
+    def _exchange(self) -> None:
+        """All ranks adopt the state of the one that got furthest; see PROTOCOL.md, 9.9."""
+        best: Any = None
+        furthest, job = (-1, -1, -1), os.environ.get("MINIDIST_JOB")
+        for path in self.group.kept, self._resume_from or self._path:
+            state = load(path) if path and os.path.exists(path) else None
+            # A file of another run counts if it was asked for, one of this run's past always.
+            if state and (self._resume_from or state["run"]["job"] == job):
+                place = tuple(state["run"][key] for key in ("age", "steps", "epoch"))
+                if place > furthest:
+                    best, furthest = state, place
+        rows = np.zeros((self.group.size, 3), np.int64)
+        self.group.all_gather(list(rows), np.array(furthest), "the state to go on from")
+        places = [tuple(row) for row in rows.tolist()]
+        source = places.index(max(places))
+        self._age = places[source][0] + 1
+        if self._age == 0:
+            if self._resume_from not in (None, False, self._path):
+                raise FileNotFoundError(f"no rank has {self._resume_from}, to resume from")
+            return
+        if len(set(places)) > 1:
+            data = self.group.pass_on(packed(best) if self.group.rank == source else b"", source)
+            best = best if furthest == places[source] else load(io.BytesIO(data))
+        self._adopt(best)
+        self.group.agree("the state to go on from", lines_of(self.optimizer) + [
+            f"{name} {text_of(x)}" for name, x in self.model.named_parameters()],
+            "all of it must be in the files, or be made from them alike")
+
+    def _adopt(self, state: Any) -> None:
+        schedules = self._schedules()
+        if len(schedules) != len(state["schedules"]):
+            raise ValueError(f"the state to go on from has {len(state['schedules'])} schedules, "
+                             f"the optimizer {len(schedules)}: make them before the first loop")
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        for schedule, saved in zip(schedules, state["schedules"]):
+            schedule.load_state_dict(saved)
+        for name, x in self._others.items():
+            if hasattr(x, "load_state_dict"):
+                x.load_state_dict(state[name])
+            else:
+                x.clear()
+                (x.update if isinstance(x, dict) else x.extend)(state[name])
+        self.steps, self.epoch = state["run"]["steps"], state["run"]["epoch"]
+        own = state["ranks"][self.group.rank % len(state["ranks"])]
+        restored = load(io.BytesIO(to_array(own).tobytes()))
+        self._load_rank_state(restored)
+        self._loops, self._resumed = restored["loops"], True
+        if any(place["done"] for place in self._loops):
+            self._restored = restored
+        if self.group.kept:
+            self._kept = packed(state)
+
+def new_place(sampler: Any) -> dict[str, Any]:
+    """A loop's place at its beginning."""
+    return {"done": 0, "rng": None, "seed": getattr(sampler, "seed", None),
+            "epoch": getattr(sampler, "epoch", None)}
+
+
+def on_sigterm(run: Resumable) -> None:
+    """Have SIGTERM end the run between two steps, unless the program has plans of its own."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+    run = weakref.proxy(run)
+
+    def handler(number: int, frame: Any) -> None:
+        with contextlib.suppress(ReferenceError):
+            if run._looping and not run._stop:
+                run._stop = True
+                return
+        signal.signal(number, signal.SIG_DFL)  # outside a loop, or the second time
+        signal.raise_signal(number)
+
+    signal.signal(signal.SIGTERM, handler)
+
+
+class Strategy(Resumable):
     """What all data-parallel strategies share: the model starts equal on all ranks, each works
     on its share of every batch, and train.step() stands where optimizer.step() stood."""
 
-    lockstep = True  # must every rank take part in every step?
-
     def __init__(self, model: Any, optimizer: Any, group: ProcessGroup | None = None) -> None:
+        super().__init__()
         self.model, self.optimizer = model, optimizer
         self.group = group or _default_group.get() or ProcessGroup()
         self.parameters: dict[str, Tensor] = dict(model.named_parameters())  # tied ones once
-        self.steps = 0
         self.samples, self.batch = 1, self.group.size  # this rank's part of the whole
         tensors = [*self.parameters.items(), *model.named_buffers()]
-        self.agree("the model", [f"{name} {tuple(x.shape)} {x.dtype}" +
-                                 " frozen" * (x._array.dtype.kind == "f" and not x.requires_grad)
-                                 for name, x in tensors],
-                   "build it by the same code in the same order on every rank")
+        self.group.agree("the model", [
+            f"{name} {tuple(x.shape)} {x.dtype}" +
+            " frozen" * (x._array.dtype.kind == "f" and not x.requires_grad)
+            for name, x in tensors], "build it by the same code in the same order on every rank")
         for name, x in tensors:
             self.group.broadcast(x, 0, name)
 
@@ -7114,21 +7387,30 @@ class Strategy:
         (same data, same seed). Shares are disjoint and complete: nothing is padded or dropped. In
         a batch smaller than the number of ranks some have no samples; they get a batch of 0 rows,
         so that the loop takes as many turns on all ranks."""
-        group, sampler = self.group, iter(loader.batch_sampler)
-        first = list(itertools.islice(sampler, 1))
+        group = self.group
+        place, order = self._begin_loop(loader)
+        first = list(itertools.islice(order, 1))
         if self.lockstep:
-            self.agree("the loader", [f"{len(loader.dataset)} samples in {len(loader)} batches",
-                                      f"a first batch of {[int(i) for b in first for i in b]}"],
-                       "give all ranks the same data, batch size, seed and epoch")
+            group.agree("the loader", [f"{len(loader.dataset)} samples in {len(loader)} batches",
+                                       f"a first batch of {[int(i) for b in first for i in b]}"],
+                        "give all ranks the same data, batch size, seed and epoch")
+        self._looping = True
         try:
-            for batch in itertools.chain(first, sampler):
+            for number, batch in enumerate(itertools.chain(first, order), place["done"] + 1):
                 start, stop = share_of(len(batch), group.rank, group.size)
                 self.samples, self.batch = stop - start, len(batch)
-                if start < stop:
-                    yield loader.fetch(batch[start:stop])
-                elif self.lockstep:
-                    yield without_rows(loader.fetch(batch[:1]))
+                steps = self.steps
+                try:
+                    if start < stop:
+                        yield loader.fetch(batch[start:stop])
+                    elif self.lockstep:
+                        yield without_rows(loader.fetch(batch[:1]))
+                finally:
+                    if self.steps > steps:
+                        place["done"] = number
+                self._keep()
         finally:
+            self._looping = False
             self.samples, self.batch = 1, group.size
 
     def total(self, *numbers: float) -> Any:
@@ -7145,45 +7427,26 @@ class Strategy:
                                     float(self.samples))
         return value / samples
 
-    def agree(self, what: str, mine: list[str], cure: str) -> None:
-        """Raise on every rank unless these lines are the same on all; name the first difference.
-        Found here it has a name; later it is a hang, or a model that learns nonsense."""
-        group, text = self.group, "\n".join(mine).encode()
-        hashes = np.zeros((group.size, 32), np.uint8)
-        group.all_gather(list(hashes), np.frombuffer(hashlib.sha256(text).digest(), np.uint8), what)
-        odd = np.flatnonzero((hashes != hashes[0]).any(axis=1)).tolist()
-        if not odd:
-            return
-        lists = []
-        for rank in (0, odd[0]):
-            size = np.array([len(text)])
-            group.broadcast(size, rank)
-            data = np.resize(np.frombuffer(text, np.uint8), size[0])
-            group.broadcast(data, rank)
-            lists.append(data.tobytes().decode().split("\n"))
-        place, (a, b) = next((i, pair) for i, pair in enumerate(itertools.zip_longest(
-            *lists, fillvalue="nothing more")) if pair[0] != pair[1])
-        raise RuntimeError(f"{what} differs between ranks, first at #{place}: rank 0 has {a}, rank "
-                           f"{odd[0]} has {b}. This is rank {group.rank}: {cure}")
-
 
 def lines_of(optimizer: Any) -> list[str]:
     """What its steps depend on, for comparison between ranks: arrays by their hash."""
 
-    def text(value: Any) -> str:
-        if isinstance(value, dict):
-            return ", ".join(f"{name}={text(x)}" for name, x in value.items())
-        if isinstance(value, (list, tuple)):
-            return f"[{', '.join(map(text, value))}]"
-        if isinstance(value, (Tensor, np.ndarray, np.generic)):
-            array = elements_of(value)
-            many = hashlib.sha256(array.data).hexdigest()[:16]
-            return f"{array.dtype} {many if array.size > 1 else array.tolist()}"
-        return repr(value)
-
     state = optimizer.state_dict()
-    return [f"{type(optimizer).__name__} with {text(group)}" for group in state["param_groups"]] + [
-        f"parameter {i}: {text(entries)}" for i, entries in state["state"].items() if entries]
+    return [f"{type(optimizer).__name__} with {text_of(group)}"
+            for group in state["param_groups"]] + [
+        f"parameter {i}: {text_of(entries)}" for i, entries in state["state"].items() if entries]
+
+
+def text_of(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}={text_of(x)}" for name, x in value.items())
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(text_of, value))}]"
+    if isinstance(value, (Tensor, np.ndarray, np.generic)):
+        array = elements_of(value)
+        many = hashlib.sha256(array.data).hexdigest()[:16]
+        return f"{array.dtype} {many if array.size > 1 else array.tolist()}"
+    return repr(value)
 
 
 def without_rows(batch: Any) -> Any:
@@ -7258,8 +7521,8 @@ class Synchronous(Strategy):
     def _reduce(self) -> None:
         if not self._agreed:  # now, as a checkpoint may have been loaded until now
             self._agreed = True
-            self.agree("the optimizer", lines_of(self.optimizer),
-                       "give it the same options, and load a checkpoint, on every rank")
+            self.group.agree("the optimizer", lines_of(self.optimizer),
+                             "give it the same options, and load a checkpoint, on every rank")
         for i, vector in enumerate(self.on_gradient()):
             self.group.all_reduce(vector, what=f"gradients of step {self.steps}, part {i}")
         self.on_sum()
@@ -7302,7 +7565,7 @@ class Synchronous(Strategy):
         flags = np.zeros(self.group.size)
         with np.errstate(all="ignore"):  # what is not finite is all ranks' business: see on_sum
             present = self._collect(self.samples, self.batch)
-            flags[self.group.rank] = 1 + self._first_not_finite()
+            flags[self.group.rank] = 1 + self._first_not_finite() or -self._stop
         for flat in self._flats[:1]:
             flat.tail[:] = np.concatenate([[self.samples, self.steps % 32], flags, present])
         return [flat.vector for flat in self._flats]
@@ -7319,9 +7582,10 @@ class Synchronous(Strategy):
                 f"{where}the ranks are not at the same step of the same batch (their samples add "
                 f"up to {samples:g}, this rank's batch has {self.batch}): call backward and step "
                 "equally often everywhere, on batches of train.batches(loader)")
-        if flags.any():
+        self._all_stop = bool((flags < 0).any())
+        if (flags > 0).any():
             culprits = ", ".join(f"from rank {rank} in {self._order[int(flag) - 1]}"
-                                 for rank, flag in enumerate(flags) if flag)
+                                 for rank, flag in enumerate(flags) if flag > 0)
             raise FloatingPointError(f"{where}non-finite gradient {culprits}. The parameters are "
                                      "untouched: lower the learning rate or look at that batch")
         present = iter(counts.tolist())
@@ -7361,6 +7625,16 @@ class Synchronous(Strategy):
     def batches(self, loader: Any) -> Iterator[Any]:
         yield from super().batches(loader)
         self.sync_buffers()
+
+    def _rank_state(self) -> dict[str, Any]:
+        buffers = dict(self.model.named_buffers())
+        return {**super()._rank_state(), "seen": self._seen, "buffers": buffers}
+
+    def _load_rank_state(self, state: dict[str, Any]) -> None:
+        super()._load_rank_state(state)
+        self._seen = state["seen"]
+        for name, buffer in self.model.named_buffers():
+            np.copyto(buffer._array, to_array(state["buffers"][name]))
 
     def sync_buffers(self) -> None:
         """Make buffers equal: floating ones become the mean over ranks, weighted by the samples
@@ -7717,8 +7991,13 @@ class Downpour(Strategy):
         self._worker = DownpourWorker(self.group.rank, self._weights.data, slices, n_push, n_fetch,
                                       getattr(transport, "incarnation", 0))
         self.staleness = self._worker.staleness  # pushes that met parameters so much newer
-        self._wire.send(self._worker.on_start(rule or ServerSGD(rates[0]), warm_start))
-        self._until_answered("PULL")
+        self._rule, self._warm_start = rule or ServerSGD(rates[0]), warm_start
+
+    def _go_on(self) -> None:
+        if not self._begun:
+            super()._go_on()
+            self._wire.send(self._worker.on_start(self._rule, self._warm_start))
+            self._until_answered("PULL")
 
     @property
     def rejected(self) -> int:
@@ -8072,30 +8351,31 @@ def train(flags: argparse.Namespace) -> None:
     loader = DataLoader(data, flags.batch_size, shuffle=True)
     model = MODELS[flags.model](images.shape[1:])
     optimizer = OPTIMIZERS[flags.optimizer][0](model.parameters(), **flags.options)
-    done, curve = 0, []
-    if flags.resume:
-        state = load(flags.resume)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        done, curve, loader.sampler.epoch = state["epochs"], state["curve"], state["epochs"]
+    curve: list = []
     strategy: Any
     if flags.strategy == "downpour":
         rule = RULES[flags.optimizer](flags.options["lr"])
         strategy = Downpour(model, optimizer, flags.n_push, flags.n_fetch, rule)
     else:
         strategy = Synchronous(model, optimizer)
+    if flags.save or flags.resume:
+        strategy.checkpoint(flags.save, resume=flags.resume, curve=curve,
+                            kind=[flags.model, flags.data])
     rank, size = strategy.group.get_rank(), strategy.group.get_world_size()
 
-    total, seconds = flags.epochs * len(loader), 0.0
-    with Progress(total, f"{flags.model} on {flags.data}", "steps", done * len(loader)) \
+    # A test set cut in shares is looked at once, by all together, if they are together.
+    share = share_of(len(test), rank, size) if strategy.lockstep else (0, len(test))
+    mine = TensorDataset(*test[slice(*share)])
+    total, samples, seconds = flags.epochs * len(loader), 0, 0.0
+    with Progress(total, f"{flags.model} on {flags.data}", "steps") \
             if rank == 0 else contextlib.nullcontext() as bar:
-        for epoch in range(done, flags.epochs):
+        for epoch in strategy.epochs(flags.epochs):
             start, losses = time.perf_counter(), []
             model.train()
             amounts = np.random.default_rng([flags.seed, epoch]).uniform(-1, 1, (len(data), 5))
-            for step, (x, y, number) in enumerate(strategy.batches(loader), epoch * len(loader)):
+            for x, y, number in strategy.batches(loader):
                 # The rate falls from its full height to 0 along a cosine.
-                rate = 0.5 * (1 + math.cos(math.pi * step / total))
+                rate = 0.5 * (1 + math.cos(math.pi * strategy.steps / total))
                 x = distorted(x.numpy(), amounts[number.numpy()])
                 # Smoothed labels keep it from certainty: with few images a third fewer mistakes.
                 loss = cross_entropy(model(x), y, label_smoothing=0.1)
@@ -8107,27 +8387,28 @@ def train(flags: argparse.Namespace) -> None:
                     loss.backward()
                 strategy.step()
                 losses.append(loss.item())
+                samples += strategy.batch
                 if size == 1 and not math.isfinite(losses[-1]):  # of many, the strategy says so
                     raise FloatingPointError(f"epoch {epoch + 1}: the loss is {losses[-1]}: "
                                              "a smaller --lr may help")
                 if bar:
-                    bar.advance(1, f"epoch {epoch + 1}, loss {losses[-1]:.3f}")
+                    bar.advance(strategy.steps - bar.done,
+                                f"epoch {epoch + 1}, loss {losses[-1]:.3f}")
             if epoch == flags.epochs - 1:
                 strategy.finish()
             seconds += time.perf_counter() - start
-            if rank == 0:
-                curve.append([float(np.nanmean(losses)), correct(model, test) / len(test)])
-                if flags.save:
-                    save({"model": model.state_dict(), "optimizer": optimizer.state_dict(),
-                          "epochs": epoch + 1, "curve": curve, "kind": [flags.model, flags.data]},
-                         flags.save)
+            if strategy.lockstep or rank == 0:
+                # The loss is the mean over what this process has seen of the epoch.
+                numbers = [np.nansum(losses), np.isfinite(losses).sum(), correct(model, mine)]
+                loss, count, right = strategy.total(*numbers) if strategy.lockstep else numbers
+                curve.append([float(loss / count) if count else math.nan, right / len(test)])
     counts = np.zeros((size, 3), np.int64)
     if size > 1:
         stats = strategy.group.transport.stats
         counts[rank] = [stats[n] for n in ("bytes_sent", "bytes_received", "retransmissions")]
         strategy.group.all_reduce(counts)
     if rank == 0:
-        report(flags, curve, len(test), (flags.epochs - done) * len(data), seconds, counts)
+        report(flags, curve, len(test), samples, seconds, counts)
     destroy_process_group()
 
 
@@ -8210,14 +8491,14 @@ def prepared(flags: argparse.Namespace, workers: int) -> None:
             raise ValueError(f"cannot write {path}: its folder is read-only")
     if flags.resume:
         state = load(flags.resume)
-        if not isinstance(state, dict) or "kind" not in state:
+        if not isinstance(state, dict) or not {"kind", "run"} <= state.keys():
             raise ValueError(f"{flags.resume} was not written by `minidist train --save`")
         if state["kind"] != [flags.model, flags.data]:
             model, data = state["kind"]
             raise ValueError(f"{flags.resume} holds {model} on {data}: give --model {model} "
                              f"--data {data}")
-        if state["epochs"] >= flags.epochs:
-            raise ValueError(f"{flags.resume} has {state['epochs']} epochs behind it; --epochs "
+        if (done := state["run"]["epoch"]) >= flags.epochs:
+            raise ValueError(f"{flags.resume} has {done} epochs behind it; --epochs "
                              f"{flags.epochs} counts these too, so nothing is left to do")
 
 
@@ -8265,8 +8546,9 @@ def arguments() -> argparse.ArgumentParser:
     add("--weight-decay", type=float, default=0.0, metavar="X",
         help="how much weights shrink by themselves (%(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="same seed, same run (%(default)s)")
-    add("--save", metavar="PATH", help="keep the model here, as safetensors, after each epoch")
-    add("--resume", metavar="PATH", help="go on from what --save kept")
+    add("--save", metavar="PATH", help="keep the run here, as safetensors, after each epoch and "
+        "on SIGTERM, which then ends it after the same step on all workers")
+    add("--resume", metavar="PATH", help="go on from what --save kept, to the same bits")
     add("--plot", metavar="PATH", help="draw the learning curve to this picture")
     commands.add_parser("launch", help="run your own script on many processes", add_help=False)
     data = commands.add_parser("data", help="list data sets, or fetch and describe some")

@@ -65,7 +65,7 @@ def test_two_workers(run, tmp_path, transport, strategy):
     assert "[1]" not in out + err  # the bar and the report are rank 0's alone
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     state = md.load(tmp_path / "m.safetensors")
-    assert state["epochs"] == len(state["curve"]) == 3
+    assert state["run"]["epoch"] == len(state["curve"]) == 3
     model = md.mlp((1, 8, 8))
     model.load_state_dict(state["model"])
 
@@ -108,7 +108,7 @@ def test_resume_goes_on_where_the_run_was_killed(run, start, tmp_path):
     with start(*args, "--save", "part") as process:
         wait_for(lambda: (tmp_path / "part").exists())
         process.kill()
-    done = md.load(tmp_path / "part")["epochs"]
+    done = md.load(tmp_path / "part")["run"]["epoch"]
     assert 1 <= done < 6
     code, out, err = run(*args, "--resume", "part", "--save", "part")
     assert code == 0, err

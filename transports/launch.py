@@ -612,12 +612,14 @@ class Group:
         else:
             process.release()
         if all(p.server for p in self.running):
+            if self.kill_at < float("inf"):
+                self.stop()  # servers, which the workers may have needed until now
             self.workers_done_at = min(self.workers_done_at, time.monotonic())
 
     def stop(self) -> None:
-        """Ask all to end, and be ready to insist."""
+        """Ask all to end, servers after the workers, and be ready to insist."""
         self.kill_at = time.monotonic() + self.job.grace
-        for process in self.running:
+        for process in [p for p in self.running if not p.server] or self.running:
             process.signal(signal.SIGTERM)
 
     def kill(self) -> None:
@@ -634,6 +636,10 @@ class Group:
             self.interrupted = self.interrupted or 13  # SIGPIPE, what ends `yes | head`
         if self.interrupted:
             name = signal.Signals(self.interrupted).name
+            workers = [p for p in self.processes if not p.server]
+            if self.interrupted == signal.SIGTERM and all(p.code == 0 for p in workers):
+                lines.append(f"minidist: SIGTERM: {names(workers)} ended in order")
+                return Report(0, "\n".join(lines))
             lines.append(f"minidist: {name}: ended {names(self.processes)}")
             return Report(128 + self.interrupted, "\n".join(lines), self.interrupted)
         if self.stubborn:

@@ -1493,7 +1493,7 @@ async function synchronous(group, model, xs, ys, { epochs, size, lr, onStep }) {
       if (samples !== whole || together !== group.size * (steps % 32)) {
         throw new Error(`step ${steps}: the ranks are not at the same step of the same batch`);
       }
-      const culprit = flags.findIndex(Boolean);
+      const culprit = flags.findIndex(flag => flag > 0);
       if (culprit >= 0) {
         throw new Error(`step ${steps}: non-finite gradient from rank ${culprit} in `
           + model.names[flags[culprit] - 1]);
@@ -1501,6 +1501,7 @@ async function synchronous(group, model, xs, ys, { epochs, size, lr, onStep }) {
       model.gradient.set(vector.subarray(0, count).map(g => g / whole));
       model.descend(lr);
       onStep?.(steps++);
+      if (flags.some(flag => flag < 0)) return;     // a rank was asked to end, so all do
     }
   }
 }
