@@ -2911,47 +2911,10 @@ def composed(plain: Callable, residuals: str = "") -> Callable:
 
 def blocks(n: int, width: int = 1) -> list[slice]:
     """Slices of n rows, each of about 32 K elements: with a few arrays beside it, a block stays
-    in a second-level cache."""
+    in a second-level cache. (One after the other: shared out between two threads on two cores,
+    beside those of BLAS, the step of bench.py's CNN took 1.2 times as long.)"""
     step = max(1, 2**15 // max(width, 1))
     return [slice(i, i + step) for i in range(0, n, step)]
-
-
-def each(work: Callable[[Any], Any], todo: Sequence, elements: int) -> list:
-    """[work(x) for x in todo], shared out between threads where there are many elements.
-
-    NumPy lets go of the interpreter lock while it computes. As many threads run as BLAS would
-    use for one product, and each computes its products alone. A thread costs a tenth of a
-    millisecond, so small jobs are done at once. Results come in order and are summed in order:
-    they have the same bits for any number of threads."""
-    results: list[Any] = [None] * len(todo)
-    available = get_num_threads() if elements >= 2**18 else 1
-    threads = max(1, min(available, len(todo)))
-    errors: list[BaseException] = []
-
-    def share(k: int) -> None:
-        try:
-            for i in range(k, len(todo), threads):
-                results[i] = work(todo[i])
-        except BaseException as error:
-            errors.append(error)
-
-    if threads < 2:
-        share(0)
-    else:
-        # NumPy's errstate and our own modes are context variables, which threads do not inherit.
-        others = [threading.Thread(target=contextvars.copy_context().run, args=(share, k))
-                  for k in range(1, threads)]
-        limit = openblas("set") or (lambda threads: None)
-        limit(1)
-        for thread in others:
-            thread.start()
-        share(0)
-        for thread in others:
-            thread.join()
-        limit(available)
-    if errors:
-        raise errors[0]
-    return results
 
 
 # -- activations -----------------------------------------------------------------------------------
@@ -3041,8 +3004,7 @@ def _gelu(x, *, approximate):
     x = np.asarray(x, order="C")
     out, slope = np.empty_like(x), np.empty_like(x)
     flat = x.reshape(-1), out.reshape(-1), slope.reshape(-1)
-
-    def work(block: slice) -> None:
+    for block in blocks(x.size):
         z, cdf, pdf = (a[block] for a in flat)
         square = z * z
         if approximate == "tanh":
@@ -3064,8 +3026,6 @@ def _gelu(x, *, approximate):
         pdf *= z
         pdf += cdf
         cdf *= z
-
-    each(work, blocks(x.size), x.size)
     return out, slope
 
 def normal_cdf(x: np.ndarray, pdf: np.ndarray, out: np.ndarray) -> None:
@@ -3254,15 +3214,12 @@ def _conv(x, w, b, *, how):
     places = how.places(x.shape[2:])
     out = np.empty((len(x), len(w), *places), x.dtype)
     columns = how.matrices(w).swapaxes(1, 2)
-
-    def work(block: slice) -> None:
+    for block in how.blocks(x.shape):
         part = out[block].reshape(-1, how.groups, len(w) // how.groups, math.prod(places))
         rows = how.rows(x[block]) @ columns  # (groups, batch * places, out / groups)
         part[...] = rows.reshape(how.groups, len(part), -1, part.shape[2]).transpose(1, 0, 3, 2)
         if b is not None:
             part += b.reshape(how.groups, -1, 1)
-
-    each(work, how.blocks(x.shape), out.size)
     return out
 
 @op(g=lambda u, w, how: _conv(u, w, None, how=how),
@@ -3284,8 +3241,7 @@ def _conv_to_input(g, w, *, size, how):
     wide = tuple(m + a + b for m, (a, b) in zip(size, how.padding))
     matrices = how.matrices(w).swapaxes(1, 2)
     offsets = list(kth_elements(wide, how.kernel, how.stride, how.dilation))
-
-    def work(block: slice) -> None:
+    for block in how.blocks(out.shape):
         columns = matrices @ channels_last(g[block], groups).swapaxes(1, 2)
         columns = columns.reshape(groups, len(offsets), w.shape[1], -1, *places)
         images = np.zeros((groups, *columns.shape[2:4], *wide), g.dtype)
@@ -3293,20 +3249,15 @@ def _conv_to_input(g, w, *, size, how):
             images[where] += columns[:, k]
         images = np.moveaxis(images.reshape(channels, -1, *wide), 0, 1)
         out[(block, ..., *how.shown(size))] = images[(..., *how.inside(size))]
-
-    each(work, how.blocks(out.shape), out.size)
     return out
 
 @op(g=lambda u, x, how: _conv(x, u, None, how=how),
     x=lambda u, g, x_shape, how: _conv_to_input(g, u, size=x_shape[2:], how=how))
 def _conv_to_weight(g, x, *, how):
     out, inner = g.shape[1] // how.groups, x.shape[1] // how.groups
-
-    def work(block: slice) -> np.ndarray:
-        return channels_last(g[block], how.groups).swapaxes(1, 2) @ how.rows(x[block])
-
-    total = sum(each(work, how.blocks(x.shape), g.size),
-                np.zeros((how.groups, out, math.prod(how.kernel) * inner), x.dtype))
+    total = np.zeros((how.groups, out, math.prod(how.kernel) * inner), x.dtype)
+    for block in how.blocks(x.shape):
+        total += channels_last(g[block], how.groups).swapaxes(1, 2) @ how.rows(x[block])
     return np.moveaxis(total.reshape(g.shape[1], *how.kernel, inner), -1, 1)
 
 def channel_sums(x: Any) -> Any:
@@ -3535,21 +3486,16 @@ def batch_norm_backward(g, needs, x, w, b, mean, scale, eps):
     dx, n = np.empty(x.shape, x.dtype), x.size // x.shape[1]
     x, g, out = (a.reshape(*x.shape[:2], -1) for a in (x, g, dx))
     along_ones = channel_sums(g)[:, None]
-    along_out = scale * sum(each(
-        lambda block: np.vecdot(g[block], x[block] - mean).sum(0), blocks(len(x), x[0].size),
-        x.size))[:, None]
+    along_out = scale * sum(np.vecdot(g[block], x[block] - mean).sum(0)
+                            for block in blocks(len(x), x[0].size))[:, None]
     factor = scale if w is None else scale * w[:, None]
     slope, shift = -factor * scale * along_out / n, -factor * along_ones / n
-
-    def work(block: slice) -> None:
+    for block in blocks(len(x), x[0].size) if needs[0] else ():
         part, distance = out[block], x[block] - mean
         distance *= slope
         np.multiply(g[block], factor, out=part)
         part += distance
         part += shift
-
-    if needs[0]:
-        each(work, blocks(len(x), x[0].size), x.size)
     results = dx, along_out[:, 0], along_ones[:, 0]
     return tuple(r if need else None for r, need in zip(results, needs))
 
@@ -3558,25 +3504,20 @@ def _batch_norm(x, w, b, *, mean, scale, eps):
     out = np.empty(x.shape, x.dtype)
     x, result = (a.reshape(*x.shape[:2], -1) for a in (x, out))
     factor = scale if w is None else scale * w[:, None]
-
-    def work(block: slice) -> None:
+    for block in blocks(len(x), x[0].size):
         part = result[block]
         np.subtract(x[block], mean, out=part)
         part *= factor
         if b is not None:
             part += b[:, None]
-
-    each(work, blocks(len(x), x[0].size), x.size)
     return out
 
 def channel_variance(x: np.ndarray, mean: np.ndarray) -> np.ndarray:
-    x = x.reshape(*x.shape[:2], -1)
-
-    def squares(block: slice) -> np.ndarray:
+    x, total = x.reshape(*x.shape[:2], -1), np.zeros(x.shape[1], x.dtype)
+    for block in blocks(len(x), x[0].size):
         distance = x[block] - mean[:, None]
-        return np.vecdot(distance, distance).sum(0)
-
-    return sum(each(squares, blocks(len(x), x[0].size), x.size)) / (len(x) * x.shape[2])
+        total += np.vecdot(distance, distance).sum(0)
+    return total / (len(x) * x.shape[2])
 
 
 def batch_norm(input: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
@@ -3614,20 +3555,18 @@ def layer_norm_backward(g, needs, x, w, b, eps, mean, scale):
     dx, n = np.empty(x.shape, x.dtype), x.shape[-1]
     rows, gradients, result = all_rows(x), all_rows(g), all_rows(dx)
     ones = np.ones((n, 1), x.dtype)
-
-    def work(block: slice) -> np.ndarray:
+    dw, db = np.zeros((2, n), x.dtype)
+    for block in blocks(*rows.shape):
         part, out, g = result[block], rows[block] - mean[block], gradients[block]
         out *= scale[block]
-        sums = np.stack([column_sums(g * out), column_sums(g)])  # to w and b
+        dw += column_sums(g * out)
+        db += column_sums(g)
         g = g if w is None else g * w
         along_ones, along_out = g @ ones, np.vecdot(g, out)[:, None]
         out *= along_out / n
         np.subtract(g, out, out=part)
         part -= along_ones / n
         part *= scale[block]
-        return sums
-
-    dw, db = sum(each(work, blocks(*rows.shape), x.size), np.zeros((2, n), x.dtype))
     return tuple(r if need else None for r, need in zip((dx, dw, db), needs))
 
 @layer_norm_backward
@@ -3635,8 +3574,7 @@ def _layer_norm(x, w, b, *, eps):
     out, n = np.empty(x.shape, x.dtype), x.shape[-1]
     rows, result, ones = all_rows(x), all_rows(out), np.ones((n, 1), x.dtype)
     mean, scale = np.empty((2, len(rows), 1), x.dtype)
-
-    def work(block: slice) -> None:
+    for block in blocks(*rows.shape):
         part = result[block]
         mean[block] = rows[block] @ ones / n
         np.subtract(rows[block], mean[block], out=part)
@@ -3646,8 +3584,6 @@ def _layer_norm(x, w, b, *, eps):
             part *= w
         if b is not None:
             part += b
-
-    each(work, blocks(*rows.shape), x.size)
     return out, mean, scale
 
 def scaled(out: Any, weight: Any, bias: Any) -> Any:
@@ -4034,29 +3970,23 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor,
 # the sum of exponentials. Causal rows end with the last key that they may look at.
 
 
-class Scores:
-    """scale * queries @ keys.T for (..., heads, time, width), some rows of a sample at a time."""
-
-    def __init__(self, q: np.ndarray, k: np.ndarray, scale: float, causal: bool) -> None:
-        self.q, self.k, self.scale, self.causal = q, k, q.dtype.type(scale), causal
-        *batch, heads, rows, _ = q.shape
-        self.samples, self.size = list(np.ndindex(*batch)), math.prod(batch) * heads * rows
-        # Causal blocks are smaller: each skips what is past its last row.
-        self.step = max(16, 2 ** (14 if causal else 15) // (heads * k.shape[-2]))
-        corner = (min(self.step, rows), min(self.step, k.shape[-2])) if causal else (0, 0)
-        self.future = np.triu(np.full(corner, -math.inf, q.dtype), 1)
-
-    def of(self, sample: tuple) -> Iterator[tuple]:
-        """The rows of a block, the keys that they look at, both as indices, and their scores."""
-        for start in range(0, self.q.shape[-2], self.step):
-            block = slice(start, start + self.step)
-            seen = slice(0, block.stop if self.causal else None)
-            rows, keys = (*sample, slice(None), block), (*sample, slice(None), seen)
-            scores = (self.q[rows] * self.scale) @ self.k[keys].swapaxes(-1, -2)
-            if self.causal:
-                corner = scores[..., start:]
-                corner += self.future[: corner.shape[-2], : corner.shape[-1]]
-            yield rows, keys, scores
+def score_blocks(q: np.ndarray, k: np.ndarray, scale: float, causal: bool) -> Iterator[tuple]:
+    """scale * queries @ keys.T for (..., heads, time, width), some rows of a sample at a time:
+    the indices of these rows and of the keys that they look at, and their scores."""
+    *batch, heads, time, _ = q.shape
+    # Causal blocks are smaller: each skips what is past its last row.
+    step = max(16, 2 ** (14 if causal else 15) // (heads * k.shape[-2]))
+    corner = (min(step, time), min(step, k.shape[-2])) if causal else (0, 0)
+    future = np.triu(np.full(corner, -math.inf, q.dtype), 1)
+    for (*sample, start) in np.ndindex(*batch, -(-time // step)):
+        start *= step
+        rows = (*sample, slice(None), slice(start, start + step))
+        keys = (*sample, slice(None), slice(0, start + step if causal else None))
+        scores = (q[rows] * q.dtype.type(scale)) @ k[keys].swapaxes(-1, -2)
+        if causal:
+            diagonal = scores[..., start:]
+            diagonal += future[: diagonal.shape[-2], : diagonal.shape[-1]]
+        yield rows, keys, scores
 
 def heads_last(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Memory for (..., heads, time, width) in which the heads of one time lie side by side, as
@@ -4068,38 +3998,30 @@ def heads_last(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
           attend(q, k, v, None, 0.0, causal, scale)[0], "sums")
 def attention_backward(g, needs, q, k, v, scale, causal, out, sums):
     dq, dk, dv = (heads_last(a.shape, a.dtype) for a in (q, k, v))
-    scores, along_out = Scores(q, k, scale, causal), np.vecdot(g, out)[..., None]
-
-    def work(sample: tuple) -> None:
-        for rows, keys, weights in scores.of(sample):
-            weights -= sums[rows]
-            np.exp(weights, out=weights)
-            dv[keys] += weights.swapaxes(-1, -2) @ g[rows]
-            slopes = g[rows] @ v[keys].swapaxes(-1, -2)
-            slopes -= along_out[rows]
-            slopes *= weights
-            slopes *= scores.scale
-            dq[rows] = slopes @ k[keys]
-            dk[keys] += slopes.swapaxes(-1, -2) @ q[rows]
-
-    each(work, scores.samples, scores.size * k.shape[-2])
+    along_out = np.vecdot(g, out)[..., None]
+    for rows, keys, weights in score_blocks(q, k, scale, causal):
+        weights -= sums[rows]
+        np.exp(weights, out=weights)
+        dv[keys] += weights.swapaxes(-1, -2) @ g[rows]
+        slopes = g[rows] @ v[keys].swapaxes(-1, -2)
+        slopes -= along_out[rows]
+        slopes *= weights
+        slopes *= q.dtype.type(scale)
+        dq[rows] = slopes @ k[keys]
+        dk[keys] += slopes.swapaxes(-1, -2) @ q[rows]
     return tuple(d if need else None for d, need in zip((dq, dk, dv), needs))
 
 @attention_backward
 def _attention(q, k, v, *, scale, causal):
     out = heads_last((*q.shape[:-1], v.shape[-1]), q.dtype)
-    scores, sums = Scores(q, k, scale, causal), np.empty((*q.shape[:-1], 1), q.dtype)
-
-    def work(sample: tuple) -> None:
-        for rows, keys, weights in scores.of(sample):
-            top = np.max(weights, axis=-1, keepdims=True)
-            weights -= top
-            np.exp(weights, out=weights)
-            total = weights @ np.ones((weights.shape[-1], 1), q.dtype)
-            np.divide(weights @ v[keys], total, out=out[rows])
-            sums[rows] = top + np.log(total)
-
-    each(work, scores.samples, scores.size * k.shape[-2])
+    sums = np.empty((*q.shape[:-1], 1), q.dtype)
+    for rows, keys, weights in score_blocks(q, k, scale, causal):
+        top = np.max(weights, axis=-1, keepdims=True)
+        weights -= top
+        np.exp(weights, out=weights)
+        total = weights @ np.ones((weights.shape[-1], 1), q.dtype)
+        np.divide(weights @ v[keys], total, out=out[rows])
+        sums[rows] = top + np.log(total)
     return out, sums
 
 
@@ -8234,7 +8156,7 @@ def openblas(action: str) -> Callable | None:
 
 
 def set_num_threads(threads: int) -> None:
-    """How many threads a matrix product uses (those of BLAS), and layers on large inputs."""
+    """How many threads a matrix product uses: those of BLAS. All else uses one."""
     change = openblas("set")
     if threads < 1:
         raise ValueError(f"set_num_threads needs a number from 1, not {threads}")

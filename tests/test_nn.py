@@ -1,7 +1,6 @@
 """Sections 3 and 4 against PyTorch: functions, layers, losses, and the machinery of modules."""
 import itertools
 import math
-import threading
 import warnings
 
 import numpy as np
@@ -97,8 +96,8 @@ case("dropout", lambda m, x: m.nn.functional.dropout(x, 0.5, training=False), (3
 case("dropout", lambda m, x: m.nn.functional.dropout(x, 0.0), (3, 4))
 case("dropout", lambda m, x: m.nn.functional.dropout(x, 1.0), (3, 4))
 
-# Fused ops work on blocks, and above 2**18 elements in threads: sizes beyond both. (Second
-# derivatives are those of the compositions, whatever the size.)
+# Fused ops work on blocks: sizes beyond one. (Second derivatives are those of the compositions,
+# whatever the size.)
 LARGE: dict = {"dtypes": ["float32"], "orders": 1}
 for inputs in (((2100, 128), (128,), (128,)), ((60, 35), (35,), (35,))):
     case("layer_norm", lambda m, x, w, b: m.nn.functional.layer_norm(x, w.shape, w, b), *inputs,
@@ -172,44 +171,6 @@ case("cross_entropy", lambda m, x, t: m.nn.functional.cross_entropy(x, t, reduct
                          ids=[f"{row[0]}-{i}" for i, row in enumerate(TABLE)])
 def test_function(name, function, inputs, options):
     check(function, *inputs, **options)
-
-
-def test_the_number_of_threads_changes_no_bit(monkeypatch):
-    net = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.GELU(),
-                        nn.MaxPool2d(2), nn.Conv2d(16, 32, 5), nn.Flatten(2), nn.LayerNorm(144))
-    x, started = md.randn(32, 3, 32, 32), []
-    start = threading.Thread.start
-    monkeypatch.setattr(threading.Thread, "start", lambda t: (started.append(t), start(t)))
-
-    before = md.get_num_threads()
-    md.set_num_threads(1)  # BLAS's own threads are another matter
-    monkeypatch.setattr(md, "openblas", lambda action: None)
-
-    def run(threads):
-        monkeypatch.setattr(md, "get_num_threads", lambda: threads)
-        started.clear()
-        net.zero_grad()
-        h = net(x)
-        h = F.scaled_dot_product_attention(h, h, h, is_causal=True)
-        (h * h).sum().backward()
-        return [h.detach().numpy(), *(p.grad.numpy() for p in net.parameters())], len(started)
-
-    (alone, none), (shared, some) = run(1), run(3)
-    monkeypatch.undo()
-    md.set_num_threads(before)
-    assert none == 0 and some > 5
-    for a, b in zip(alone, shared):
-        np.testing.assert_array_equal(a, b)
-
-
-def test_what_threads_raise_is_raised(monkeypatch):
-    def work(i):
-        if i == 3:
-            raise KeyError("in a thread")
-
-    monkeypatch.setattr(md, "get_num_threads", lambda: 2)
-    with pytest.raises(KeyError, match="in a thread"):
-        md.each(work, range(5), 2**20)
 
 
 def test_table_is_complete():
