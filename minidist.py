@@ -31,7 +31,6 @@ Contents (search for the ruled headings):
 from __future__ import annotations
 
 import argparse
-import atexit
 import builtins
 import collections
 import contextlib
@@ -1227,17 +1226,6 @@ def binary(this: Op) -> Any:
 
 
 short_cuts: dict[int, Callable] = collections.defaultdict(lambda: general, {1: unary, 2: binary})
-
-
-def fused(plain: Callable, fast: Callable) -> Callable:
-    """A derivative that is `fast` on arrays (it may write into buffers of its own) and `plain` on
-    tensors, where its operations are to be recorded for higher derivatives."""
-
-    @functools.wraps(plain)
-    def derivative(g: Any, *args: Any) -> Any:
-        return (plain if isinstance(g, Tensor) else fast)(g, *args)
-
-    return derivative
 
 
 # -- dtypes ----------------------------------------------------------------------------------------
@@ -6774,7 +6762,6 @@ class ProcessGroup:
         self.transport, self.size = transport, size
         self.rank = 0 if transport is None else transport.node
         self.sequence = 0
-        self.kept: str | None = None  # a file for this rank's state, in elastic runs
         self._landing = np.empty(0, np.uint8)  # where what is to be combined arrives
         self._unclaimed: list[tuple] = []  # tensors whose tag recv has not asked for yet
 
@@ -6994,7 +6981,6 @@ def init_process_group(backend: Any = None, init_method: str = "env://", timeout
     elif rank >= 0 or "RANK" in os.environ:
         transport, config = transports().join(backend, init_method, timeout, world_size, rank)
         group = ProcessGroup(transport, config.workers)
-        group.kept = os.environ.get("MINIDIST_STATE")
     _default_group.set(group)
 
 
@@ -7045,9 +7031,8 @@ class FlatVector:
 #
 # A run is more than its parameters: the optimizer's memory, the schedules, the random numbers, the
 # place in the data. All of it is kept between two steps, and a run that goes on from there makes
-# the bits that it would have made. That serves three times: a checkpoint that a later run resumes;
-# SIGTERM, after which all ranks end at one step; and elastic runs, which lose and gain workers: the
-# launcher starts the group once more, as a new generation, and what each rank kept decides where.
+# the bits that it would have made. That serves twice: a checkpoint that a later run resumes; and
+# SIGTERM, after which all ranks end at one step.
 
 
 class Resumable:
@@ -7082,7 +7067,6 @@ class Resumable:
         self._samplers: list[Any] = []  # of the loops
         self._epoch_rng = get_rng_state()
         self._restored: dict[str, Any] | None = None  # what of a state waits for its loop
-        self._kept = b""  # an elastic run's state between the last two steps
         self._kept_at = (-1, -1)
         self._stop = False  # SIGTERM has come
         self._all_stop = False  # and all ranks know it
@@ -7160,8 +7144,6 @@ class Resumable:
             ranks = [own] if alone else [self.group.pass_on(own, r) for r in range(self.group.size)]
             if self.group.rank == 0:
                 save(self._run_state(ranks), self._path)
-        if self.group.kept:
-            self._kept = packed(self._run_state([packed(self._rank_state())]))
         if ending:
             if self.group.rank == 0 and self._path:
                 print(f"minidist: SIGTERM: ended after step {self.steps}; {self._path} has the "
@@ -7173,19 +7155,11 @@ class Resumable:
                   for name, x in self._others.items()}
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
                 "schedules": [x.state_dict() for x in self._schedules()], **others,
-                "run": {"age": self._age, "steps": self.steps, "epoch": self.epoch,
-                        "job": os.environ.get("MINIDIST_JOB", "")},
+                "run": {"age": self._age, "steps": self.steps, "epoch": self.epoch},
                 "ranks": [np.frombuffer(own, np.uint8) for own in ranks]}
 
     def _schedules(self) -> list[Any]:
         return [x for x in (ref() for ref in self.optimizer.schedules) if x is not None]
-
-    def _leave(self) -> None:
-        """As the program ends, however that comes about."""
-        if self._kept:
-            with open(self.group.kept + ".new", "wb") as file:
-                file.write(self._kept)
-            os.replace(self.group.kept + ".new", self.group.kept)
 
     # Going on.
 
@@ -7194,23 +7168,16 @@ class Resumable:
         if self._begun:
             return
         self._begun = True
-        if self._path or self._resume_from or self.group.kept:
+        if self._path or self._resume_from:
             self._exchange()
             on_sigterm(self)
-        if self.group.kept:
-            atexit.register(self._leave)
 
     def _exchange(self) -> None:
         """All ranks adopt the state of the one that got furthest; see PROTOCOL.md, 9.9."""
-        best: Any = None
-        furthest, job = (-1, -1, -1), os.environ.get("MINIDIST_JOB")
-        for path in self.group.kept, self._resume_from or self._path:
-            state = load(path) if path and os.path.exists(path) else None
-            # A file of another run counts if it was asked for, one of this run's past always.
-            if state and (self._resume_from or state["run"]["job"] == job):
-                place = tuple(state["run"][key] for key in ("age", "steps", "epoch"))
-                if place > furthest:
-                    best, furthest = state, place
+        path, furthest = self._resume_from, (-1, -1, -1)
+        best = load(path) if path and os.path.exists(path) else None
+        if best:
+            furthest = tuple(best["run"][key] for key in ("age", "steps", "epoch"))
         rows = np.zeros((self.group.size, 3), np.int64)
         self.group.all_gather(list(rows), np.array(furthest), "the state to go on from")
         places = [tuple(row) for row in rows.tolist()]
@@ -7250,8 +7217,6 @@ class Resumable:
         self._loops, self._resumed = restored["loops"], True
         if any(place["done"] for place in self._loops):
             self._restored = restored
-        if self.group.kept:
-            self._kept = packed(state)
 
 def new_place(sampler: Any) -> dict[str, Any]:
     """A loop's place at its beginning."""

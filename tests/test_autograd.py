@@ -646,24 +646,6 @@ def test_one_rule_for_all_inputs():
     assert md.autograd.gradcheck(product, (x, y)) and md.autograd.gradgradcheck(product, (x, y))
 
 
-def test_a_fused_rule_is_recorded_by_its_plain_form():
-    used = []
-
-    def plain(g, x):
-        used.append("plain")
-        return g * (x * 2)
-
-    def fast(g, x):
-        used.append("fast")
-        return np.multiply(g, x * 2, out=np.empty_like(x))
-
-    squared = md.op(x=md.fused(plain, fast))(lambda x: x * x)
-    x = md.tensor([1.0, 2.0], dtype=md.float64, requires_grad=True)
-    squared(x).sum().backward()
-    assert used == ["fast"] and x.grad.tolist() == [2, 4]
-    assert md.autograd.gradgradcheck(squared, (x,)) and "plain" in used
-
-
 def test_random_programs_of_views_and_changes_in_place():
     """Whatever a program does in place, through views or to what was saved: PyTorch's gradients.
     Where PyTorch refuses, since a value it saved has changed, ours may be right all the same."""
