@@ -3921,7 +3921,7 @@ def cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None = None, *
         return reduced(losses, reduction, np.ones(max(losses.numel(), 1)))
     losses = minus_picked(logs, index, weights)
     if label_smoothing:
-        everywhere = -weighted.sum(axis) * (target != ignore_index)
+        everywhere = where(target == ignore_index, 0.0, -weighted.sum(axis))
         losses = losses * (1 - label_smoothing) + everywhere * (label_smoothing / classes)
     return reduced(losses, reduction, weights)
 
@@ -8413,8 +8413,8 @@ def arguments() -> argparse.ArgumentParser:
         "in $MINIDIST_DATA, /usr/share/datasets and your cache, and downloaded")
     add("--workers", type=int, default=1, metavar="N",
         help="processes that share each batch (%(default)s)")
-    add("--transport", default="tcp", metavar="NAME",
-        help="how they are joined: pipe, tcp, udp, tls (%(default)s)")
+    add("--transport", metavar="NAME", help="how they are joined: pipe, tcp, udp, or tls, whose "
+        "files MINIDIST_TLS_CERT, MINIDIST_TLS_KEY and MINIDIST_TLS_CA name (tcp)")
     add("--strategy", choices=["sync", "downpour"], default="sync", help="sync: all make each step "
         "together; downpour: each at its own pace, through parameter servers (%(default)s)")
     add("--servers", type=int, metavar="K", help="parameter servers of downpour (1)")
@@ -8451,11 +8451,14 @@ def arguments() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     tune()
-    if argv[:1] == ["launch"]:
-        return companion("transports", "launch").main(argv[1:], this_command("serve"))
-    if argv[:1] in (["conformance"], ["keygen"]):
-        module = {"conformance": "conformance", "keygen": "keys"}[argv[0]]
-        return companion("transports", module).main(argv[1:])
+    modules = {"launch": "launch", "conformance": "conformance", "keygen": "keys"}
+    if argv and argv[0] in modules:
+        try:
+            module = companion("transports", modules[argv[0]])
+        except ModuleNotFoundError as error:
+            print(f"minidist {argv[0]}: error: {error}", file=sys.stderr)
+            return 2
+        return module.main(argv[1:], *[this_command("serve")] * (argv[0] == "launch"))
     flags = arguments().parse_args(argv)
     if flags.command == "serve" and os.environ.get("MINIDIST_ROLE") == "server":
         serve()
@@ -8471,11 +8474,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             flags.servers = int(flags.workers > 1)
         workers = int(os.environ["WORLD_SIZE"]) if launched else flags.workers
         prepared(flags, workers)
-        if workers > 1 and not launched:
+        if not launched and (workers > 1 or flags.transport):
             launcher = companion("transports", "launch")
-            return launcher.run_and_tell(launcher.Job(
-                this_command(*argv, "--data", flags.data), flags.workers, flags.transport,
-                flags.servers or 0, this_command("serve")))
+            job = launcher.Job(this_command(*argv, "--data", flags.data), workers,
+                               flags.transport or "tcp", flags.servers or 0, this_command("serve"))
+            if workers > 1:  # one alone needs no transport, but a wrong name is said all the same
+                return launcher.run_and_tell(job)
     except (OSError, ValueError, ModuleNotFoundError) as error:
         print(f"minidist {flags.command}: error: {error}", file=sys.stderr)
         return 2

@@ -349,6 +349,17 @@ def test_transformer(norm_first, batch_first):
         np.testing.assert_allclose(a, b, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_no_slope_where_all_targets_are_ignored(smoothing):
+    """A batch of padding alone: the mean of nothing is NaN, but no weight learns from it."""
+    for m in (md, torch):
+        x = m.tensor(normal(2, 3).astype("f"), requires_grad=True)
+        loss = m.nn.functional.cross_entropy(x, m.tensor([1, 1]), ignore_index=1,
+                                             label_smoothing=smoothing)
+        loss.backward()
+        assert np.isnan(loss.item()) and not x.grad.numpy().any()
+
+
 def test_every_module_is_tested():
     tested = {type(m).__name__ for make_layer, _ in (*LAYERS, *LOSSES)
               for m in make_layer(md).modules()}

@@ -27,14 +27,14 @@ OURS = {"minidist.py", "minidist_transports", "minidist_tutorials"}
 pytestmark = pytest.mark.timeout(600)
 
 
-def run(*command, cwd, **env):
-    """The output of a command, its errors included; it must succeed.
+def run(*command, cwd, code=0, **env):
+    """The output of a command, its errors included; it must end with the exit code.
 
     What the tests' own environment says of Python must not leak in."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
     done = subprocess.run([str(c) for c in command], cwd=cwd, env=clean | env, text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout}"
+    assert done.returncode == code, f"{' '.join(map(str, command))}\n{done.stdout}"
     return done.stdout
 
 
@@ -130,6 +130,11 @@ def test_single_file_in_an_empty_folder(bare, tmp_path):
     assert VERSION in run(bare, "minidist.py", "--version", cwd=tmp_path)
     assert "train" in run(bare, "minidist.py", "--help", cwd=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["minidist.py"]
+    for command in (["launch", "--help"], ["keygen", "--help"], ["conformance", "--help"],
+                    ["train", "--workers", "2", "--data", "segments"],
+                    ["train", "--transport", "udp", "--data", "segments"]):
+        said = run(bare, "minidist.py", *command, cwd=tmp_path, code=2)
+        assert "copy it to" in said and "Traceback" not in said
 
 
 def test_transports_beside_the_single_file(bare, tmp_path):

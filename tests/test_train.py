@@ -176,6 +176,8 @@ def test_no_distortion_changes_nothing():
     (["--servers", "1"], "belong to --strategy downpour"),
     (["--workers", "2", "--strategy", "downpour", "--servers", "-1"], "-1 servers"),
     (["--workers", "2", "--transport", "carrier-pigeon"], "no transport is called"),
+    (["--transport", "carrier-pigeon"], "no transport is called"),  # though it is not needed
+    (["--workers", "2", "--transport", "tls"], "needs MINIDIST_TLS_CERT: it is not set"),
 ])
 def test_mistakes(run, args, says):
     code, out, err = run("train", *args)

@@ -36,6 +36,9 @@ from . import names as transports
 from . import remote
 from .keys import key_of
 
+# The files of transport tls: this machine's certificate, its key, and who signed all.
+TLS = ("MINIDIST_TLS_CERT", "MINIDIST_TLS_KEY", "MINIDIST_TLS_CA")
+
 
 class LaunchError(ChildProcessError):
     """The group can't be started as it was asked for, or one of its processes failed."""
@@ -73,6 +76,11 @@ class Job:
         if self.transport not in transports():
             raise LaunchError(f"no transport is called {self.transport!r}; there are "
                               f"{', '.join(transports())}")
+        for name in TLS if self.transport == "tls" else ():
+            if not os.path.isfile(path := os.environ.get(name, "")):
+                what = f"there is no file {path!r}" if path else "it is not set"
+                raise LaunchError(f"transport 'tls' needs {name}: {what}. Or use "
+                                  "`minidist launch --tls CERT KEY CA`")
         if not 0 <= self.machine < self.machines:
             raise LaunchError(f"--node-rank is {self.machine}; with --nnodes {self.machines} it "
                               f"must be 0 to {self.machines - 1}, another on each machine")
@@ -815,10 +823,7 @@ def job_of(flags: argparse.Namespace, server_command: Sequence[str]) -> Job:
             raise LaunchError(f"there is no script {flags.script!r} in {os.getcwd()}")
     if flags.tls:
         flags.transport = "tls"
-        for name, path in zip(("CERT", "KEY", "CA"), flags.tls):
-            if not os.path.isfile(path):
-                raise LaunchError(f"--tls: there is no file {path!r}")
-            os.environ[f"MINIDIST_TLS_{name}"] = os.path.abspath(path)
+        os.environ |= zip(TLS, map(os.path.abspath, flags.tls))
     job = Job(command, int(count), flags.transport, flags.servers, server_command, machines,
               0 if flags.standalone else flags.node_rank, flags.master_addr, flags.master_port,
               flags.log_dir, show, flags.shutdown_timeout)
