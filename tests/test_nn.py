@@ -360,6 +360,19 @@ def test_no_slope_where_all_targets_are_ignored(smoothing):
         assert np.isnan(loss.item()) and not x.grad.numpy().any()
 
 
+def test_a_nan_wins_its_pooling_window():
+    array = normal(1, 2, 4, 4)
+    array[0, 0, 0, 1] = array[0, 1, 1:3, 2] = np.nan
+    found = []
+    for m in (md, torch):
+        x = m.tensor(array, requires_grad=True)
+        out, index = m.nn.functional.max_pool2d(x, 2, return_indices=True)
+        out.sum().backward()
+        found.append((out.detach().numpy(), index.numpy(), x.grad.numpy()))
+    for ours, theirs in zip(*found):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 def test_every_module_is_tested():
     tested = {type(m).__name__ for make_layer, _ in (*LAYERS, *LOSSES)
               for m in make_layer(md).modules()}
