@@ -1,4 +1,4 @@
-"""Workers in Node.js, written from PROTOCOL.md alone, in one job with workers in Python."""
+"""Workers in Node.js, which follow PROTOCOL.md, in one job with workers in Python."""
 import os
 import re
 import shutil

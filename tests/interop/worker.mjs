@@ -1,9 +1,9 @@
 #!/usr/bin/env node
 // A minidist worker for Node.js (18 or newer), with nothing but its standard modules.
 //
-// It was written from PROTOCOL.md and tests/vectors/ alone, to prove that they suffice; the
-// numbers in brackets name their sections. It is also an example of a worker in a language with
-// one thread: a connection is a generator that asks for bytes, a call awaits its messages.
+// It follows PROTOCOL.md, whose sections the numbers in brackets name, and tests/vectors/.
+// It is an example of a worker in a language with one thread: a connection is a generator that
+// asks for bytes, a call awaits its messages.
 //
 //     RANK=1 WORLD_SIZE=2 MASTER_PORT=29500 MINIDIST_KEY=... node worker.mjs PROGRAM [ARGUMENT ...]
 //
