@@ -40,6 +40,7 @@ import enum
 import functools
 import hashlib
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import io
@@ -6803,11 +6804,21 @@ class ProcessGroup:
                        op: ReduceOp = ReduceOp.SUM) -> None:
         """Fill output with the sum over all ranks of their input_list[this rank]."""
         self._check_list("reduce_scatter", input_list, output)
-        parts = np.stack([elements_of(x) for x in input_list])
+        x = tree_reduce(self._swap(input_list, op), COMBINE[op])
+        put_back(output, x / x.dtype.type(self.size) if op is ReduceOp.AVG else x, "reduce_scatter")
+
+    def all_to_all(self, output_tensor_list: Sequence[Any],
+                   input_tensor_list: Sequence[Any]) -> None:
+        """Fill output_tensor_list[r] with rank r's input_tensor_list[this rank]."""
+        self._check_list("all_to_all", input_tensor_list, output_tensor_list[0])
+        for x, place in zip(self._swap(input_tensor_list), output_tensor_list):
+            put_back(place, x, "all_to_all")
+
+    def _swap(self, tensors: Sequence[Any], op: ReduceOp | None = None) -> np.ndarray:
+        parts = np.stack([elements_of(x) for x in tensors])
         arrived = parts.copy()
         self._run("reduce_scatter", parts.reshape(-1), arrived.reshape(-1), op)
-        x = tree_reduce(arrived, COMBINE[op])
-        put_back(output, x / x.dtype.type(self.size) if op is ReduceOp.AVG else x, "reduce_scatter")
+        return arrived
 
     def barrier(self) -> None:
         """Return when all ranks have called it."""
@@ -7015,16 +7026,39 @@ def on_default_group(method: Callable) -> Callable:
 
 
 class FlatVector:
-    """Room for tensors of one dtype, end to end in one vector: one message carries them all.
-    `tail` is room for a few more numbers behind them."""
+    """Tensors of one dtype, end to end in one vector: one message carries them all. `tail` is room
+    for a few more numbers behind them."""
 
     def __init__(self, named: dict[str, Tensor], tail: int = 0) -> None:
         self.names, self.tensors = list(named), list(named.values())
         stops = list(itertools.accumulate(x.numel() for x in self.tensors))
         self.vector = np.zeros(stops[-1] + tail, self.tensors[0].dtype)
         self.data, self.tail = np.split(self.vector, [stops[-1]])
-        self.views = [self.data[stop - x.numel() : stop].reshape(x.shape)
-                      for x, stop in zip(self.tensors, stops)]
+        self.starts = [stop - x.numel() for x, stop in zip(self.tensors, stops)]
+        self.views = [self.data[start:stop].reshape(x.shape)
+                      for x, start, stop in zip(self.tensors, self.starts, stops)]
+
+    def adopt(self) -> FlatVector:
+        """From now on the tensors live in the vector."""
+        for x, view in zip(self.tensors, self.views):
+            np.copyto(view, x._array)
+            x._array = view
+        return self
+
+    def changed(self, how: str) -> None:
+        for x in self.tensors:
+            touch(x, how)
+
+    def cut(self, start: int, stop: int, vector: np.ndarray) -> dict[str, np.ndarray]:
+        """Elements start .. stop of a vector laid out like this one, tensor by tensor:
+        {"fc.weight": ..., "fc.bias[0:3]": ...}"""
+        pieces = {}
+        for name, first, x in zip(self.names, self.starts, self.tensors):
+            a, b = max(start - first, 0), min(stop - first, x.numel())
+            if a < b:
+                pieces[name if b - a == x.numel() else f"{name}[{a}:{b}]"] = \
+                    vector[first + a : first + b]
+        return pieces
 
 
 # -- going on where a run stopped ------------------------------------------------------------------
@@ -7050,9 +7084,12 @@ class Resumable:
     model: Any
     optimizer: Any
     group: Any
-    lockstep = True  # must every rank take part in every step?
+    lockstep = True  # does every step need every rank? If not, the loss of one stops nobody
+    drifts = False  # do replicas differ between steps?
     steps = epoch = 0
     finish: Callable
+    own_state: Callable
+    load_own_state: Callable
 
     def __init__(self) -> None:
         self._others: dict[str, Any] = {}
@@ -7125,10 +7162,19 @@ class Resumable:
 
     def _rank_state(self) -> dict[str, Any]:
         """What is this rank's own."""
-        return {"rng": get_rng_state(), "epoch_rng": self._epoch_rng, "loops": self._loops}
+        return {"rng": get_rng_state(), "epoch_rng": self._epoch_rng, "loops": self._loops,
+                "own": self.own_state()}
 
     def _load_rank_state(self, state: dict[str, Any]) -> None:
         set_rng_state(state["rng"])
+        self.load_own_state(state["own"])
+
+    def _all_ranks(self, own: Any) -> list[bytes]:
+        """What each rank calls its own, in the order of ranks; where they are not in lockstep,
+        what this one does."""
+        if not self.lockstep:
+            return [packed(own)]
+        return [self.group.pass_on(packed(own), rank) for rank in range(self.group.size)]
 
     def _keep(self, epoch_ends: bool = False) -> None:
         """Between two steps: keep what is due, and end if all were asked to."""
@@ -7140,8 +7186,8 @@ class Resumable:
         if ending and not self.lockstep:
             self.finish()
         if self._path and (ending or epoch_ends or self._every and self.steps % self._every == 0):
-            own = packed(self._rank_state())
-            ranks = [own] if alone else [self.group.pass_on(own, r) for r in range(self.group.size)]
+            if self.lockstep or self.group.rank == 0:
+                ranks = self._all_ranks(self._rank_state())
             if self.group.rank == 0:
                 save(self._run_state(ranks), self._path)
         if ending:
@@ -7156,7 +7202,7 @@ class Resumable:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
                 "schedules": [x.state_dict() for x in self._schedules()], **others,
                 "run": {"age": self._age, "steps": self.steps, "epoch": self.epoch},
-                "ranks": [np.frombuffer(own, np.uint8) for own in ranks]}
+                "ranks": arrays_of(ranks)}
 
     def _schedules(self) -> list[Any]:
         return [x for x in (ref() for ref in self.optimizer.schedules) if x is not None]
@@ -7191,9 +7237,10 @@ class Resumable:
             data = self.group.pass_on(packed(best) if self.group.rank == source else b"", source)
             best = best if furthest == places[source] else load(io.BytesIO(data))
         self._adopt(best)
-        self.group.agree("the state to go on from", lines_of(self.optimizer) + [
-            f"{name} {text_of(x)}" for name, x in self.model.named_parameters()],
-            "all of it must be in the files, or be made from them alike")
+        if not self.drifts:
+            self.group.agree("the state to go on from", lines_of(self.optimizer) + [
+                f"{name} {text_of(x)}" for name, x in self.model.named_parameters()],
+                "all of it must be in the files, or be made from them alike")
 
     def _adopt(self, state: Any) -> None:
         schedules = self._schedules()
@@ -7211,12 +7258,19 @@ class Resumable:
                 x.clear()
                 (x.update if isinstance(x, dict) else x.extend)(state[name])
         self.steps, self.epoch = state["run"]["steps"], state["run"]["epoch"]
-        own = state["ranks"][self.group.rank % len(state["ranks"])]
-        restored = load(io.BytesIO(to_array(own).tobytes()))
+        restored = self._mine(state["ranks"])
         self._load_rank_state(restored)
         self._loops, self._resumed = restored["loops"], True
         if any(place["done"] for place in self._loops):
             self._restored = restored
+
+    def _mine(self, ranks: list[Any]) -> Any:
+        return load(io.BytesIO(to_array(ranks[self.group.rank % len(ranks)]).tobytes()))
+
+
+def arrays_of(files: list[bytes]) -> list[np.ndarray]:
+    return [np.frombuffer(data, np.uint8) for data in files]
+
 
 def new_place(sampler: Any) -> dict[str, Any]:
     """A loop's place at its beginning."""
@@ -7244,14 +7298,25 @@ def on_sigterm(run: Resumable) -> None:
 
 class Strategy(Resumable):
     """What all data-parallel strategies share: the model starts equal on all ranks, each works
-    on its share of every batch, and train.step() stands where optimizer.step() stood."""
+    on its share of every batch, and train.step() stands where optimizer.step() stood.
 
-    def __init__(self, model: Any, optimizer: Any, group: ProcessGroup | None = None) -> None:
+    A subclass defines `step`, and says by `lockstep` and `drifts` how it behaves; own_state and
+    load_own_state add what it remembers to checkpoints. `compress` names a Compressor for what
+    travels (or is one), where the strategy knows how."""
+
+    name = ""  # of the flag --strategy
+
+    def __init__(self, model: Any, optimizer: Any, group: ProcessGroup | None = None,
+                 compress: Any = None) -> None:
         super().__init__()
         self.model, self.optimizer = model, optimizer
         self.group = group or _default_group.get() or ProcessGroup()
         self.parameters: dict[str, Tensor] = dict(model.named_parameters())  # tied ones once
+        self.compressor = plugin(compress, Compressor)() if isinstance(compress, str) else compress
         self.samples, self.batch = 1, self.group.size  # this rank's part of the whole
+        self.turn, self.turns = 0, 1  # the passes that make one batch
+        self.last_turn = True
+        self._seen = 0  # samples that this rank's buffers have seen since they were equal
         tensors = [*self.parameters.items(), *model.named_buffers()]
         self.group.agree("the model", [
             f"{name} {tuple(x.shape)} {x.dtype}" +
@@ -7274,7 +7339,7 @@ class Strategy(Resumable):
         (same data, same seed). Shares are disjoint and complete: nothing is padded or dropped. In
         a batch smaller than the number of ranks some have no samples; they get a batch of 0 rows,
         so that the loop takes as many turns on all ranks."""
-        group = self.group
+        group, turns = self.group, self.turns
         place, order = self._begin_loop(loader)
         first = list(itertools.islice(order, 1))
         if self.lockstep:
@@ -7284,21 +7349,49 @@ class Strategy(Resumable):
         self._looping = True
         try:
             for number, batch in enumerate(itertools.chain(first, order), place["done"] + 1):
-                start, stop = share_of(len(batch), group.rank, group.size)
-                self.samples, self.batch = stop - start, len(batch)
                 steps = self.steps
-                try:
-                    if start < stop:
-                        yield loader.fetch(batch[start:stop])
-                    elif self.lockstep:
-                        yield without_rows(loader.fetch(batch[:1]))
-                finally:
-                    if self.steps > steps:
-                        place["done"] = number
+                for self.turn in range(turns):
+                    self.last_turn = self.turn == turns - 1
+                    start, stop = share_of(len(batch), group.rank * turns + self.turn,
+                                           group.size * turns)
+                    self.samples, self.batch = stop - start, len(batch)
+                    try:
+                        yield (loader.fetch(batch[start:stop]) if start < stop else
+                               without_rows(loader.fetch(batch[:1])))
+                    finally:
+                        if self.steps > steps:
+                            place["done"] = number
                 self._keep()
         finally:
             self._looping = False
-            self.samples, self.batch = 1, group.size
+            self.samples, self.batch, self.turn, self.last_turn = 1, group.size, 0, True
+        if self.lockstep:
+            self.sync_buffers()
+
+    def sync_buffers(self) -> None:
+        """Make buffers (running statistics of batch norm) equal: floating ones become the mean
+        over ranks, weighted by the samples each has seen since the last time; others those of
+        rank 0. `batches` ends with it; call it before evaluating in the middle of an epoch."""
+        buffers = dict(self.model.named_buffers())  # by name, now: modules may replace them
+        if self.group.size == 1 or not buffers:
+            return
+        seen = self.total(self._seen)
+        for name, buffer in buffers.items():
+            if buffer._array.dtype.kind != "f" or not seen:
+                self.group.broadcast(buffer, 0, name)
+                continue
+            np.copyto(buffer._array, buffer._array * (self._seen / seen) if self._seen else 0)
+            self.group.all_reduce(buffer, what=name)
+        self._seen = 0
+
+    def in_one_vector(self, tail: int = 0) -> FlatVector:
+        """All trainable parameters as one vector, in which they live from now on."""
+        trainable = {name: x for name, x in self.parameters.items() if x.requires_grad}
+        dtypes = sorted({x.dtype.name for x in trainable.values()})
+        if len(dtypes) != 1:
+            raise TypeError(f"{type(self).__name__} keeps all trainable parameters in one vector: "
+                            f"they must have one dtype, found {dtypes}")
+        return FlatVector(trainable, tail).adopt()
 
     def total(self, *numbers: float) -> Any:
         """Sums over all ranks, exact for integers: `correct, seen = train.total(correct, seen)`.
@@ -7313,6 +7406,42 @@ class Strategy(Resumable):
         value, samples = self.total(float(loss) * self.samples if self.samples else 0.0,
                                     float(self.samples))
         return value / samples
+
+    # For checkpoints that the program makes itself, beside the model's and the optimizer's state.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Steps, and what each rank has of its own. In lockstep all ranks must call it together,
+        and get the same; else it is this rank's, and rank 0 should."""
+        return {"steps": self.steps, "ranks": arrays_of(self._all_ranks(self.own_state()))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what state_dict returned, before the first step; every rank is given the
+        same. Exact where the strategy is."""
+        self.steps = state["steps"]
+        self.load_own_state(self._mine(state["ranks"]))
+
+    def own_state(self) -> dict[str, Any]:
+        """What may differ between ranks: buffers, residuals of a compressor, and if replicas drift
+        their parameters and optimizers. Subclasses add to it."""
+        own: dict[str, Any] = {"seen": self._seen, "buffers": dict(self.model.named_buffers())}
+        if self.compressor is not None:
+            own["residuals"] = self.compressor.memory
+        if self.drifts:
+            own |= {"parameters": self.parameters, "optimizer": self.optimizer.state_dict()}
+        return own
+
+    def load_own_state(self, own: dict[str, Any]) -> None:
+        self._seen = own["seen"]
+        pairs = [(dict(self.model.named_buffers()), own["buffers"])]
+        if self.compressor is not None:
+            self.compressor.memory = {n: to_array(x).copy() for n, x in own["residuals"].items()}
+        if self.drifts:
+            pairs.append((self.parameters, own["parameters"]))
+            self.optimizer.load_state_dict(own["optimizer"])
+        for tensors, saved in pairs:
+            for name, x in tensors.items():
+                np.copyto(x._array, to_array(saved[name]))
+                touch(x, "load_state_dict")
 
 
 def lines_of(optimizer: Any) -> list[str]:
@@ -7345,6 +7474,147 @@ def without_rows(batch: Any) -> Any:
     return batch[:0]
 
 
+def plugin(name: str, kind: Any) -> Any:
+    """The subclass of `kind` (Strategy, Compressor, ServerSGD) that is called so: one of this file,
+    or of tutorials/strategies/NAME.py, or of the entry point group minidist.strategies, or, as
+    "path/to/my.py:Mine", of a file of yours."""
+    path, colon, wanted = name.rpartition(":")
+    if colon:
+        spec: Any = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        found = getattr(module, wanted, None)
+        if isinstance(found, type) and issubclass(found, kind):
+            return found
+        raise ValueError(f"{path} has no {kind.__name__} called {wanted}")
+    if name not in named(kind) and name.isidentifier():  # a file that has it defines it by name
+        for entry in importlib.metadata.entry_points(group="minidist.strategies", name=name):
+            entry.load()
+        try:
+            companion("tutorials", f"strategies.{name}")
+        except ModuleNotFoundError as error:
+            if not str(error.name).startswith("minidist_tutorials") and error.name is not None:
+                raise
+    if name in named(kind):
+        return named(kind)[name]
+    raise ValueError(f"there is no {kind.__name__} called {name!r}: minidist.py has "
+                     f"{', '.join(named(kind))}; further ones are in tutorials/strategies/, and "
+                     "path/to/file.py:Class names one of yours")
+
+
+def named(kind: Any) -> dict[str, Any]:
+    """The class and its subclasses that have been defined, by name."""
+    found = {kind.name: kind} if kind.name else {}
+    for subclass in kind.__subclasses__():
+        found |= named(subclass)
+    return found
+
+
+# -- compression -----------------------------------------------------------------------------------
+#
+# Fewer bytes for what travels, at the price of exactness. A sum over ranks cannot be taken of sign
+# bits or of lists of indices: ranks gather what all have encoded, decode it, and add that up. What
+# an encoder leaves out it may keep, by the tensor's name, and add to what it encodes next time.
+
+
+class Compressor:
+    """How tensors become bytes and, roughly, themselves again. A subclass defines encode and
+    decode; strategies call pack, unpack and sum. `memory` is what encoding remembers."""
+
+    name = ""  # of the flag --compress
+
+    def __init__(self) -> None:
+        self.memory: dict[str, np.ndarray] = {}
+        self.before = self.after = 0  # bytes that were to travel, and that did
+
+    def encode(self, name: str, x: np.ndarray) -> np.ndarray:
+        """The flat array x, a piece of the tensor called `name`, as an array of bytes (uint8)."""
+        raise NotImplementedError
+
+    def decode(self, data: np.ndarray, count: int, dtype: np.dtype) -> np.ndarray:
+        """`count` numbers from such bytes; ValueError if they cannot be that."""
+        raise NotImplementedError
+
+    def pack(self, named: dict[str, np.ndarray]) -> np.ndarray:
+        """Several tensors, each behind its numbers of elements and of bytes."""
+        parts = []
+        for name, x in named.items():
+            data = self.encode(name, x.reshape(-1))
+            self.before, self.after = self.before + x.nbytes, self.after + data.nbytes
+            parts += [np.array([x.size, data.size], "<u8").view(np.uint8), data]
+        return np.concatenate(parts) if parts else np.empty(0, np.uint8)
+
+    def unpack(self, data: np.ndarray, count: int, dtype: Any) -> np.ndarray:
+        """What pack was given, as one vector of `count` numbers."""
+        vector, done, at = np.zeros(count, dtype), 0, 0
+        while at < len(data):
+            size, length = data[at : at + 16].view("<u8").tolist()  # fewer bytes: a ValueError
+            if size > count - done or length > len(data) - at - 16:
+                raise ValueError(f"{size} numbers in {length} bytes do not fit")
+            piece = data[at + 16 : at + 16 + length]
+            vector[done : done + size] = self.decode(piece, size, vector.dtype)
+            done, at = done + size, at + 16 + length
+        if done != count:
+            raise ValueError(f"{done} numbers arrived, {count} were expected")
+        return vector
+
+    def sum(self, group: ProcessGroup, flat: FlatVector) -> None:
+        """Replace the vector by the sum over all ranks of what each has encoded."""
+        mine = self.pack(dict(zip(flat.names, flat.views)))
+        sizes = np.zeros(group.size, np.int64)
+        group.all_gather(list(np.split(sizes, group.size)), np.array([len(mine)]))
+        rows = np.zeros((group.size, sizes.max()), np.uint8)
+        group.all_gather(list(rows), np.resize(mine, rows.shape[1]))
+        flat.data[:] = tree_reduce([self.unpack(row[:size], flat.data.size, flat.data.dtype)
+                                    for row, size in zip(rows, sizes)], np.add)
+
+
+class FP16(Compressor):
+    """Each number as a float16: 11 significant bits, from 6e-8 to 65504 (larger ones become that).
+    A sum is taken in full precision: ranks send each other their shares of the vector, add what
+    has come, and gather the sums."""
+
+    name, code = "fp16", "<f2"
+
+    def encode(self, name: str, x: np.ndarray) -> np.ndarray:
+        return np.clip(x, -65504, 65504).astype("<f2").view(np.uint8)
+
+    def decode(self, data: np.ndarray, count: int, dtype: np.dtype) -> np.ndarray:
+        if data.size != 2 * count:
+            raise ValueError(f"{count} numbers of 2 bytes are not {data.size} bytes")
+        return data.view("<f2").astype(dtype)
+
+    def sum(self, group: ProcessGroup, flat: FlatVector) -> None:
+        size, data = group.size, flat.data
+        width = -(-data.size // size)  # of a share; the last ones are padded with zeros
+        shares = np.pad(data, (0, width * size - data.size)).reshape(size, width)
+        arrived = [np.empty(2 * width, np.uint8) for _ in shares]
+        group.all_to_all(arrived, [self.encode("", x) for x in shares])
+        sums = tree_reduce([self.decode(x, width, data.dtype) for x in arrived], np.add)
+        group.all_gather(arrived, self.encode("", sums))
+        data[:] = np.concatenate([self.decode(x, width, data.dtype) for x in arrived])[: data.size]
+        self.before += 2 * (size - 1) * width * data.itemsize  # what an all_reduce sends
+        self.after += 2 * (size - 1) * width * 2
+
+
+class BF16(FP16):
+    """The upper half of a float32: its whole range, with 8 significant bits, rounded to nearest."""
+
+    name = "bf16"
+
+    def encode(self, name: str, x: np.ndarray) -> np.ndarray:
+        bits = np.clip(x.astype("<f4"), -3.3895e38, 3.3895e38).view("<u4")
+        bits = bits + 0x7FFF + (bits >> 16 & 1)  # half way: to even
+        return (bits >> 16).astype("<u2").view(np.uint8)
+
+    def decode(self, data: np.ndarray, count: int, dtype: np.dtype) -> np.ndarray:
+        halves = super().decode(data, count, np.dtype("<f2")).view("<u2")
+        return (halves.astype("<u4") << 16).view("<f4").astype(dtype)
+
+
+# -- synchronous -----------------------------------------------------------------------------------
+
+
 class Synchronous(Strategy):
     """Every step uses the mean gradient over the whole batch, as if one process had computed it.
 
@@ -7357,16 +7627,47 @@ class Synchronous(Strategy):
     none anywhere keeps None, and no decay or momentum moves it), whose is not finite (then all
     ranks raise), and a check that all are at the same step of the same batch.
 
-    `.grad` shows a vector that the next backward reuses: clone it to keep it. Buffers (running
-    statistics of batch norm) are each rank's own until sync_buffers, called after each epoch."""
+    `accumulate=k` computes each batch in k passes, so that a large one needs little memory: the
+    loop takes k turns a batch, and only the last sums and steps. `shards=8` does so in a way that
+    does not depend on the number of ranks: the batch is always cut in 8, each piece has random
+    numbers of its own, and gradients add up in a tree over the pieces, so 1, 2, 4 or 8 workers
+    yield the same bits (Li et al. 2023, EasyScale). Buffers alone are still each rank's.
 
-    def __init__(self, model: Any, optimizer: Any, group: ProcessGroup | None = None) -> None:
-        super().__init__(model, optimizer, group)
+    `noise_scale`, a NoiseScale, is told the norms of all gradients.
+
+    `.grad` shows a vector that the next backward reuses: clone it to keep it. Buffers are each
+    rank's own until sync_buffers, called after each epoch."""
+
+    name = "sync"
+
+    def __init__(self, model: Any, optimizer: Any, group: ProcessGroup | None = None, *,
+                 accumulate: int = 1, shards: int = 0, compress: Any = None,
+                 noise_scale: NoiseScale | None = None) -> None:
+        super().__init__(model, optimizer, group, compress)
+        size = self.group.size
+        if shards and (shards & (shards - 1) or shards % size or accumulate != 1):
+            raise ValueError(f"shards={shards}, {size} ranks, accumulate={accumulate}: shards must "
+                             "be 1, 2, 4, 8, ..., the number of ranks divide it, and accumulate "
+                             "stay 1")
+        if accumulate < 1:
+            raise ValueError(f"accumulate={accumulate}: it counts passes, from 1")
+        self.turns = shards // size or accumulate
+        if noise_scale is not None and size * self.turns == 1:
+            raise ValueError("noise_scale compares gradients of parts with that of the whole "
+                             "batch: it needs several ranks, or accumulate=2 or more")
+        self.noise_scale = noise_scale
+        self._norms = np.zeros(3)  # of this step's passes: see NoiseScale.update
+        self._seed: int | None = None  # of the random numbers of shards
+        if shards:
+            seed = rng().integers(2**62, size=1)
+            self.group.broadcast(seed)
+            self._seed = seed.item()
         self._reduced = False  # has this step's gradient been reduced?
         self._queued = False  # will it be, when the backward pass under way ends?
-        self._accumulating = False  # inside no_sync
+        self._no_sync = False  # inside no_sync
         self._agreed = optimizer is None  # do the ranks' optimizers start equal?
-        self._seen = 0  # samples that this rank's buffers have seen since they were equal
+        self._counted: dict[int, int] = {}  # samples of the passes of this batch
+        self._held_for = 0  # the size of the batch that was set aside
         self._hooked: set[str] = set()
         self._order: list[str] = []  # names in the order of the flat vectors
         self._lay_out()
@@ -7385,25 +7686,23 @@ class Synchronous(Strategy):
         tails = itertools.chain([2 + self.group.size + len(trainable)], itertools.repeat(0))
         self._flats = [FlatVector(groups[key], tail) for key, tail in zip(sorted(groups), tails)]
         self._order = [name for flat in self._flats for name in flat.names]
-        self._held = dict.fromkeys(self._order, False)
+        self._begin()
 
     # When: as backward ends, or at the latest in step().
 
+    @property
+    def _alone(self) -> bool:
+        """One rank alone, with one pass a batch, needs none of this."""
+        return self.group.size * self.turns == 1
+
     def _on_leaf(self, parameter: Tensor) -> None:
-        if not self._queued and self.group.size > 1:  # one rank alone needs none of this
+        if not self._queued and not self._alone:
             self._queued = True
             queue_callback(self._on_backward_end)
 
     def _on_backward_end(self) -> None:
         self._queued = False
-        if self._accumulating:  # set aside this pass's part of the mean, weighted as in its batch
-            present = self._collect(self.samples / self.batch, 1)
-            self._held = dict(zip(self._order, present))
-            for parameter in self.parameters.values():
-                parameter.grad = None
-            self._seen += self.samples
-        else:
-            self._reduce()
+        self._reduce() if self.last_turn and not self._no_sync else self._set_aside()
 
     def _reduce(self) -> None:
         if not self._agreed:  # now, as a checkpoint may have been loaded until now
@@ -7412,25 +7711,43 @@ class Synchronous(Strategy):
                              "give it the same options, and load a checkpoint, on every rank")
         for i, vector in enumerate(self.on_gradient()):
             self.group.all_reduce(vector, what=f"gradients of step {self.steps}, part {i}")
+        if self.noise_scale is not None:
+            self.group.all_reduce(self._norms, what="squared norms")
         self.on_sum()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate: backward passes in this block send nothing. Their gradients are set aside
         (`.grad` is None meanwhile) and join those of the first backward outside."""
-        before, self._accumulating = self._accumulating, True
+        before, self._no_sync = self._no_sync, True
         try:
             yield
         finally:
-            self._accumulating = before
+            self._no_sync = before
+
+    def batches(self, loader: Any) -> Iterator[Any]:
+        before = _generator.get()
+        try:
+            for batch in super().batches(loader):
+                if self._seed is not None:
+                    piece = self.group.rank * self.turns + self.turn
+                    _generator.set(Generator().manual_seed([self._seed, self.steps, piece]))
+                yield batch
+        finally:
+            _generator.set(before)
+            if self.turns > 1:
+                self._begin()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         self._lay_out()
-        self._begin()
+        if self.turns == 1:
+            self._begin()
 
     def step(self) -> None:
-        if not self._reduced and self.group.size > 1:
+        if not self.last_turn:
+            return
+        if not self._reduced and not self._alone:
             self._reduce()  # no parameter took part in this rank's loss, but others wait for us
         self.optimizer.step()
         self.steps += 1
@@ -7438,24 +7755,44 @@ class Synchronous(Strategy):
 
     def _begin(self) -> None:
         self._reduced = self._queued = False
-        self._held = dict.fromkeys(self._order, False)
+        self._held: list[tuple[int, list[np.ndarray]]] = []  # sums over so many earlier passes
+        self._present = [False] * len(self._order)  # which parameters have a gradient
+        self._norms[:] = 0
 
     def finish(self) -> None:
         self.sync_buffers()
+
+    def own_state(self) -> dict[str, Any]:
+        noise = self.noise_scale
+        return super().own_state() | {"seed": self._seed} | (
+            {} if noise is None else {"noise_scale": [noise.signal, noise.noise]})
+
+    def load_own_state(self, own: dict[str, Any]) -> None:
+        super().load_own_state(own)
+        self._seed = own["seed"]
+        if self.noise_scale is not None and "noise_scale" in own:
+            self.noise_scale.signal, self.noise_scale.noise = own["noise_scale"]
 
     # What: the weighted mean. The machine, without the network: vectors to sum, and the sums.
 
     def on_gradient(self) -> list[np.ndarray]:
         """This rank's part: vectors that are to be summed over all ranks."""
         self._lay_out()
+        if self._reduced and self.turns > 1:
+            raise RuntimeError("with accumulate or shards, backward is called once a turn")
         self._reduced = True
         flags = np.zeros(self.group.size)
         with np.errstate(all="ignore"):  # what is not finite is all ranks' business: see on_sum
-            present = self._collect(self.samples, self.batch)
+            self._collect()
+            while self._held:
+                for flat, earlier in zip(self._flats, self._held.pop()[1]):
+                    np.add(earlier, flat.data, out=flat.data)
             flags[self.group.rank] = 1 + self._first_not_finite() or -self._stop
         for flat in self._flats[:1]:
-            flat.tail[:] = np.concatenate([[self.samples, self.steps % 32], flags, present])
-        return [flat.vector for flat in self._flats]
+            flat.tail[:] = np.concatenate([[sum(self._counted.values()), self.steps % 32], flags,
+                                           self._present])
+        exact = self._flats if self.compressor is None else ()
+        return [flat.vector for flat in exact] or [flat.tail for flat in self._flats[:1]]
 
     def on_sum(self) -> None:
         """The vectors hold the sums now: check them, divide, and put them in place."""
@@ -7478,66 +7815,57 @@ class Synchronous(Strategy):
         present = iter(counts.tolist())
         for flat in self._flats:
             np.divide(flat.data, self.batch, out=flat.data)
+            if self.compressor is not None:  # what it sums are the ranks' parts of the mean
+                self.compressor.sum(self.group, flat)
             for parameter, view in zip(flat.tensors, flat.views):
                 parameter.grad = wrap(view) if next(present) else None
-        self._held = dict.fromkeys(self._order, False)
+        if self.noise_scale is not None:
+            self.noise_scale.update(self._norms, self._square(), self.batch)
 
-    def _collect(self, weight: float, held_weight: float) -> list[bool]:
-        """Into the flat vectors: weight * gradient, added to held_weight * what no_sync held.
-        Returns which parameters have any. A rank without samples contributes zeros: the gradient
-        of the mean of nothing is NaN."""
-        present = []
+    def _collect(self) -> None:
+        """The gradients of the pass that ended, times its samples, into the flat vectors. A rank
+        without samples contributes zeros: the gradient of the mean of nothing is NaN."""
+        if self.turn == 0:
+            self._counted = {}
+        self._counted[self.turn] = self.samples
+        if self._held and self.batch != self._held_for:  # no_sync: they count as in their batch
+            for vector in itertools.chain(*[vectors for _, vectors in self._held]):
+                vector *= self.batch / self._held_for
+        self._held_for = self.batch
+        place = itertools.count()
         for flat in self._flats:
-            for name, parameter, view in zip(flat.names, flat.tensors, flat.views):
-                gradient = parameter.grad if weight else None
-                if self._held[name]:
-                    view *= held_weight
-                    if gradient is not None:
-                        view += weight * gradient._array
-                elif gradient is not None:
-                    np.multiply(gradient._array, weight, out=view)
-                else:
+            for parameter, view, i in zip(flat.tensors, flat.views, place):
+                gradient = parameter.grad if self.samples else None
+                self._present[i] |= gradient is not None
+                if gradient is None:
                     view[...] = 0
-                present.append(gradient is not None or self._held[name])
-        return present
+                else:
+                    np.multiply(gradient._array, self.samples, out=view)
+        if self.noise_scale is not None and self.samples:
+            self._norms += self._square() / self.samples**2, 1 / self.samples, 1
+
+    def _set_aside(self) -> None:
+        """What this pass found waits for the passes to come. Sums of equally many passes are
+        added at once: a balanced tree, of which few are held at a time."""
+        self._collect()
+        count, vectors = 1, [flat.data.copy() for flat in self._flats]
+        while self._held and self._held[-1][0] == count:
+            _, earlier = self._held.pop()
+            count, vectors = 2 * count, [a + b for a, b in zip(earlier, vectors)]
+        self._held.append((count, vectors))
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        self._seen += self.samples
+
+    def _square(self) -> float:
+        return sum(float(np.vecdot(flat.data, flat.data)) for flat in self._flats)
 
     def _first_not_finite(self) -> int:
         """The place in self._order of the first gradient that is not finite, or -1."""
-        views = [view for flat in self._flats for view in flat.views]
-        # A sum of squares, at the price of one look, says whether a closer one is needed.
-        if np.isfinite([np.vecdot(flat.data, flat.data) for flat in self._flats]).all():
+        if np.isfinite(self._square()):  # at the price of one look, says that no other is needed
             return -1
+        views = [view for flat in self._flats for view in flat.views]
         return next((i for i, view in enumerate(views) if not np.isfinite(view).all()), -1)
-
-    def batches(self, loader: Any) -> Iterator[Any]:
-        yield from super().batches(loader)
-        self.sync_buffers()
-
-    def _rank_state(self) -> dict[str, Any]:
-        buffers = dict(self.model.named_buffers())
-        return {**super()._rank_state(), "seen": self._seen, "buffers": buffers}
-
-    def _load_rank_state(self, state: dict[str, Any]) -> None:
-        super()._load_rank_state(state)
-        self._seen = state["seen"]
-        for name, buffer in self.model.named_buffers():
-            np.copyto(buffer._array, to_array(state["buffers"][name]))
-
-    def sync_buffers(self) -> None:
-        """Make buffers equal: floating ones become the mean over ranks, weighted by the samples
-        each has seen since the last time; others those of rank 0. Call it before evaluating or
-        saving in the middle of an epoch."""
-        buffers = dict(self.model.named_buffers())  # by name, now: modules may replace them
-        if self.group.size == 1 or not buffers:
-            return
-        seen = self.total(self._seen)
-        for name, buffer in buffers.items():
-            if buffer._array.dtype.kind != "f" or not seen:
-                self.group.broadcast(buffer, 0, name)
-                continue
-            np.copyto(buffer._array, buffer._array * (self._seen / seen) if self._seen else 0)
-            self.group.all_reduce(buffer, what=name)
-        self._seen = 0
 
 
 class DistributedDataParallel(Module):
@@ -7555,7 +7883,330 @@ class DistributedDataParallel(Module):
         return self.module(*args, **options)
 
 
-# -- Downpour --------------------------------------------------------------------------------------
+class NoiseScale:
+    """The gradient noise scale tr(Sigma) / |G|^2 of McCandlish et al. 2018: about the batch size
+    above which more samples a step hardly help. `value` is it, once there were steps.
+
+    A mean over b samples has an expected squared norm of |G|^2 + tr(Sigma)/b. So the norms of
+    parts of a batch and of the whole are two equations for the two unknowns. Either solution is
+    noisy, and may be negative; what is divided are their averages (decay=0.99: the last hundred
+    steps count; 1: all steps alike). Momentum and clipping must not have touched the gradients."""
+
+    def __init__(self, decay: float = 0.99) -> None:
+        self.decay, self.signal, self.noise = decay, 0.0, 0.0
+
+    def update(self, parts: np.ndarray, square: float, batch: int) -> None:
+        """One step: the sums over parts of |gradient|^2, of 1/samples and of 1; the whole batch's
+        |gradient|^2 and samples."""
+        small, inverse = parts[:2] / parts[2]
+        if inverse > 1 / batch:  # else one part had all samples
+            noise = (small - square) / (inverse - 1 / batch)
+            keep = self.decay
+            self.noise = keep * self.noise + noise
+            self.signal = keep * self.signal + square - noise / batch
+
+    @property
+    def value(self) -> float:
+        return self.noise / self.signal if self.signal > 0 else math.nan
+
+
+class AdaptiveBatch:
+    """A batch_sampler whose batches follow the noise scale, as sqrt(r * noise scale) between
+    `smallest` and `largest` (McCandlish et al., appendix D): small while the gradient is plain to
+    see, larger as it drowns in noise. Samples of an epoch that do not fill a batch are the last."""
+
+    def __init__(self, sampler: Any, noise: NoiseScale, r: float = 1.0, smallest: int = 8,
+                 largest: int = 1024) -> None:
+        self.sampler, self.noise, self.r = sampler, noise, r
+        self.smallest, self.largest = smallest, largest
+
+    @property
+    def batch_size(self) -> int:
+        wanted = math.sqrt(max(self.r * self.noise.value, 0.0))
+        return round(min(max(wanted, self.smallest), self.largest)) \
+            if math.isfinite(wanted) else self.smallest
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = iter(self.sampler)
+        while batch := list(itertools.islice(indices, self.batch_size)):
+            yield batch
+
+    def __len__(self) -> int:
+        return -(-len(self.sampler) // self.batch_size)  # at the present size
+
+
+# -- local steps and gossip ------------------------------------------------------------------------
+
+
+class LocalSGD(Strategy):
+    """Each rank makes H steps of its own; then all replicas become their mean (Stich 2019). That
+    takes a H-th of the messages; the price is that replicas wander apart in between.
+
+    Written as one step of an outer optimizer on the parameters of the last meeting, with what the
+    ranks have moved since, in the mean, as its gradient. Plain averaging is SGD(lr=1). Inner
+    optimizers keep what they remember."""
+
+    name, drifts = "local", True
+    outer: dict[str, Any] = {"lr": 1.0}
+
+    def __init__(self, model: Any, optimizer: Any, H: int = 8, *, compress: Any = None,
+                 group: ProcessGroup | None = None) -> None:
+        super().__init__(model, optimizer, group, compress)
+        if H < 1:
+            raise ValueError(f"H={H}: it counts steps, from 1")
+        self.H = H
+        self._weights = self.in_one_vector()
+        self._moved = FlatVector(dict(zip(self._weights.names, self._weights.tensors)),
+                                 self.group.size)
+        self._shared = wrap(self._weights.data.copy())  # the parameters of the last meeting
+        self._outer = SGD([self._shared.requires_grad_()], **self.outer)
+
+    def step(self) -> None:
+        if self.samples:
+            self.optimizer.step()
+        self._seen += self.samples
+        self.steps += 1
+        if self.steps % self.H == 0:
+            self.meet()
+
+    def meet(self) -> None:
+        moved, shared = self._moved, self._shared._array
+        np.subtract(shared, self._weights.data, out=moved.data)
+        moved.tail[:] = 0
+        moved.tail[self.group.rank] = -self._stop if np.isfinite(moved.data).all() else 1
+        self.group.all_reduce(moved.tail, what=f"flags of step {self.steps}")
+        self._all_stop = bool((moved.tail < 0).any())
+        if (moved.tail > 0).any():
+            raise FloatingPointError(f"rank {self.group.rank}, step {self.steps}: the parameters of"
+                                     f" ranks {np.flatnonzero(moved.tail > 0)} are not finite: "
+                                     "lower the learning rate")
+        if self.compressor is None:
+            self.group.all_reduce(moved.data, what=f"moves of step {self.steps}")
+        else:
+            self.compressor.sum(self.group, moved)
+        self._shared.grad = wrap(moved.data / self.group.size)
+        self._outer.step()
+        self._weights.data[:] = shared
+        self._weights.changed("a meeting of all ranks")
+
+    def finish(self) -> None:
+        if self.steps % self.H:
+            self.meet()
+        self.sync_buffers()
+
+    def own_state(self) -> dict[str, Any]:
+        return super().own_state() | {"shared": self._shared, "outer": self._outer.state_dict()}
+
+    def load_own_state(self, own: dict[str, Any]) -> None:
+        super().load_own_state(own)
+        self._shared._array[:] = to_array(own["shared"])
+        self._outer.load_state_dict(own["outer"])
+
+
+class DiLoCo(LocalSGD):
+    """Few meetings, far apart, with momentum over meetings (Douillard et al. 2023): the outer
+    optimizer is Nesterov's. The paper's inner one is AdamW, with H = 500."""
+
+    name = "diloco"
+
+    def __init__(self, model: Any, optimizer: Any, H: int = 500, outer_lr: float = 0.7,
+                 outer_momentum: float = 0.9, *, compress: Any = None,
+                 group: ProcessGroup | None = None) -> None:
+        self.outer = {"lr": outer_lr, "momentum": outer_momentum, "nesterov": True}
+        super().__init__(model, optimizer, H, compress=compress, group=group)
+
+
+def ring_graph(rank: int, size: int, step: int) -> tuple[list[int], list[int]]:
+    """To whom a rank sends at a step, and from whom it takes: both neighbours."""
+    both = sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
+    return both, both
+
+
+def exponential_graph(rank: int, size: int, step: int) -> tuple[list[int], list[int]]:
+    """One partner a step, at distance 1, 2, 4, ..., 1, ...: log2(size) steps reach everyone."""
+    distance = 1 << step % max((size - 1).bit_length(), 1)
+    return ([(rank + distance) % size], [(rank - distance) % size]) if size > 1 else ([], [])
+
+
+GRAPHS: dict[str, Callable] = {"ring": ring_graph, "exponential": exponential_graph}
+
+
+class Gossip(Strategy):
+    """No sum over all ranks, no server: each rank averages with neighbours only, and what one has
+    learned spreads from neighbour to neighbour.
+
+    By default D-PSGD (Lian et al. 2017): before each step a rank's parameters become the mean of
+    its own and its neighbours', and then it applies its gradient, which it computed before. As
+    many take from a rank as it takes from (W is doubly stochastic), so the mean over all ranks is
+    kept. `graph` is "ring" or "exponential" (Assran et al. 2019).
+
+    `asynchronous=True` is AD-PSGD (Lian et al. 2018): nobody keeps in step. Ranks of even number
+    are active: they ask a neighbour at random, of odd number, to average with them while they
+    compute. Ranks of odd number answer at the end of each step and never ask; so no two wait for
+    each other. The loss of a rank stops nobody.
+
+    `finish` makes all replicas equal: the mean of those that are there."""
+
+    name, drifts = "gossip", True
+
+    def __init__(self, model: Any, optimizer: Any, graph: str = "ring", asynchronous: bool = False,
+                 group: ProcessGroup | None = None) -> None:
+        super().__init__(model, optimizer, group)
+        if graph not in GRAPHS:
+            raise ValueError(f"graph={graph!r}: known are {', '.join(GRAPHS)}")
+        self.graph, self.lockstep = GRAPHS[graph], not asynchronous
+        self._weights = self.in_one_vector()
+        self._peer: Any = None
+        self._left = math.inf  # steps, once somebody was asked to stop
+        rank, size = self.group.rank, self.group.size
+        if asynchronous and size > 1:
+            reach = {peer for step in range(size.bit_length()) for peers in
+                     self.graph(rank, size, step) for peer in peers if (peer - rank) % 2}
+            self._peer = GossipPeer(rank, size, self._weights.data, sorted(reach))
+            self._wire = transports().Wire(self.group.transport)
+            self._wire.send(self._peer.on_step())
+
+    def step(self) -> None:
+        if self._peer is not None:
+            self._until(lambda: not self._peer.waits_for, "a neighbour's answer")
+        else:
+            self._mix()
+        self._weights.changed("an average with neighbours")
+        if self.samples:
+            self.optimizer.step()
+        self._seen += self.samples
+        self.steps += 1
+        if self._peer is not None:
+            self._wire.send(self._peer.on_step())
+
+    @property
+    def lost(self) -> set[int]:
+        """The ranks that are gone."""
+        return self._peer.lost if self._peer is not None else set()
+
+    def _mix(self) -> None:
+        group, mine = self.group, self._weights.data
+        to, sources = self.graph(group.rank, group.size, self.steps)
+        # A wish to stop spreads as a number of steps, in which it will have reached everyone.
+        left = min(self._left, group.size if self._stop else math.inf)
+        for peer in to:
+            group.send(np.append(mine, left), peer, tag=self.steps % 2**32)
+        arrived = np.empty((len(sources), mine.size + 1), mine.dtype)
+        for peer, row in zip(sources, arrived):
+            group.recv(row, peer, tag=self.steps % 2**32)
+            if not np.isfinite(row[:-1]).all():
+                raise FloatingPointError(f"rank {group.rank}, step {self.steps}: the parameters of "
+                                         f"rank {peer} are not finite: lower the learning rate")
+        mine += arrived[:, :-1].sum(0)
+        mine /= 1 + len(sources)
+        self._left = float(min([left, *arrived[:, -1]])) - 1
+        self._all_stop = self._left <= 0
+
+    def finish(self) -> None:
+        if self._peer is not None:
+            self._until(lambda: not self._peer.waits_for, "a neighbour's answer")
+            self._wire.send(self._peer.on_finish())
+            self._until(lambda: self._peer.done, "the end of all ranks")
+        elif self.group.size > 1:
+            self.group.all_reduce(self._weights.data, ReduceOp.AVG, "parameters")
+            self.sync_buffers()
+        self._weights.changed("the mean of all ranks")
+
+    def _until(self, done: Callable[[], bool], doing: str) -> None:
+        """Carry messages until done; then take what has come meanwhile, too."""
+        drive(self._peer, self._wire, done, f"{doing}, step {self.steps}")
+        with contextlib.suppress(TimeoutError):
+            while True:
+                feed(self._peer, self._wire, self._wire.recv(0.0, doing))
+
+
+class GossipPeer:
+    """AD-PSGD without sockets: what one rank says and does when it is spoken to.
+
+    An active rank does not change its parameters between its question, which carries them, and
+    the answer, which is the average; the passive one averages at one blow. So both end with the
+    same values, and their sum is what it was."""
+
+    ASK, AVERAGE, REFUSAL, FINAL = range(4)  # what a TENSOR is, by its tag
+
+    def __init__(self, rank: int, size: int, parameters: np.ndarray, neighbours: list[int]) -> None:
+        self.rank, self.parameters, self.neighbours = rank, parameters, neighbours
+        self.active = rank % 2 == 0
+        self.waits_for: set[int] = set()
+        self.lost: set[int] = set()
+        self.rejected = 0  # averages that did not happen, as one side was not finite
+        self.done = False
+        self._others = set(range(size)) - {rank}
+        self._final: dict[int, np.ndarray] = {}  # what each rank ended with
+        self._ending = False
+        self._choice = np.random.default_rng(rank)
+
+    def on_step(self) -> list[Packet]:
+        """A step begins: ask somebody, to have the answer when it ends."""
+        there = [peer for peer in self.neighbours if peer in self._others]
+        if not self.active or not there:
+            return []
+        self.waits_for = {int(self._choice.choice(there))}
+        return [self._tensor(peer, self.ASK) for peer in self.waits_for]
+
+    def on_message(self, kind: str, peer: int, fields: tuple = (),
+                   payload: Any = b"") -> list[Packet]:
+        (tag, dtype, shape), mine = fields, self.parameters
+        if kind != "TENSOR" or dtype != mine.dtype.name or tuple(shape) != mine.shape:
+            raise RuntimeError(f"rank {self.rank}: rank {peer} sent {kind} {fields}, not "
+                               f"{mine.size} {mine.dtype}: run the same program on all ranks")
+        theirs = np.frombuffer(payload, mine.dtype)
+        if tag == self.ASK:
+            with np.errstate(all="ignore"):
+                mean = (mine + theirs) / 2
+            if not np.isfinite(mean).all():
+                self.rejected += 1
+                return [self._tensor(peer, self.REFUSAL)]
+            mine[:] = mean
+            return [self._tensor(peer, self.AVERAGE)]
+        if tag == self.FINAL:
+            self._final[peer] = theirs.copy()
+            return self._last_words()
+        self.waits_for.discard(peer)
+        self.rejected += tag == self.REFUSAL
+        if tag == self.AVERAGE:
+            mine[:] = theirs
+        return []
+
+    def on_lost(self, peer: int, why: tuple = ()) -> list[Packet]:
+        self.lost |= {peer} - self._final.keys()
+        self._others.discard(peer)
+        self.waits_for.discard(peer)
+        return self._last_words()
+
+    def on_tick(self, now: float) -> list[Packet]:
+        return []
+
+    def on_finish(self) -> list[Packet]:
+        self._ending = True
+        return self._last_words()
+
+    def _last_words(self) -> list[Packet]:
+        """Tell all what we end with. A passive rank's parameters are not final before all active
+        ones are at their end."""
+        packets: list[Packet] = []
+        awaited = self._others - self._final.keys()
+        if self._ending and self.rank not in self._final and (
+                self.active or not any(peer % 2 == 0 for peer in awaited)):
+            self._final[self.rank] = self.parameters.copy()
+            packets = [self._tensor(peer, self.FINAL) for peer in sorted(self._others)]
+        if self.rank in self._final and not awaited and not self.done:
+            self.done = True
+            finals = [x for _, x in sorted(self._final.items())]
+            self.parameters[:] = tree_reduce(finals, np.add) / len(finals)
+        return packets
+
+    def _tensor(self, peer: int, tag: int) -> Packet:
+        return Packet("TENSOR", peer, (tag, self.parameters.dtype.name, self.parameters.shape),
+                      self.parameters.copy())
+
+
+# -- parameter servers -----------------------------------------------------------------------------
 #
 # DistBelief's asynchronous SGD (Dean et al. 2012, algorithm 1). The parameters, as one vector, are
 # cut in slices; each server keeps one. A worker adds its gradients up and pushes the sum every
@@ -7566,7 +8217,8 @@ class DistributedDataParallel(Module):
 # Worker and server are machines without sockets: packets and ticks of a clock in, packets out. A
 # thin loop drives them over a transport; tests and simulators drive them directly.
 
-FINISHED = 2**64 - 1  # the clock of a worker that has done its last step
+SNAPSHOT, FINISHED = 2**64 - 2, 2**64 - 1  # clocks: "all you have", "I have done my last step"
+SERVER_SETTINGS = ("warm_start", "gather", "bound")  # others are the rule's
 TICK = 5.0  # seconds without news after which a machine may look what to send again
 
 
@@ -7580,32 +8232,39 @@ class Packet(NamedTuple):
 
 
 class ServerSGD:
-    """w <- w - lr * pushed"""
+    """w <- w - lr * pushed. With staleness_aware, lr is divided by the push's staleness, if that
+    is above 1 (Zhang et al. 2016)."""
 
     name = "sgd"
+    memory: tuple[str, ...] = ()  # attributes, one number for each parameter, that it remembers
 
-    def __init__(self, lr: float) -> None:
+    def __init__(self, lr: float, staleness_aware: float = 0) -> None:
         self.settings = {"lr": float(lr)}
+        if staleness_aware:
+            self.settings["staleness_aware"] = 1.0
 
-    def apply(self, values: np.ndarray, pushed: np.ndarray) -> None:
-        values -= self.settings["lr"] * pushed
+    def apply(self, values: np.ndarray, pushed: np.ndarray, staleness: int = 0,
+              peer: int = 0) -> None:
+        aware = "staleness_aware" in self.settings
+        values -= self.settings["lr"] / (max(staleness, 1) if aware else 1) * pushed
+
+    def sent(self, values: np.ndarray, peer: int) -> None:
+        """The worker `peer` is sent these values now: for rules that want to know."""
 
 
 class ServerAdagrad(ServerSGD):
     """w <- w - lr * pushed / sqrt(sum of the squares of all pushed so far), for each element.
     The paper has no epsilon in it: where nothing was ever pushed, 0 / 0 is no change."""
 
-    name = "adagrad"
+    name, memory = "adagrad", ("squares",)
     squares: Any = 0.0
 
-    def apply(self, values: np.ndarray, pushed: np.ndarray) -> None:
+    def apply(self, values: np.ndarray, pushed: np.ndarray, staleness: int = 0,
+              peer: int = 0) -> None:
         self.squares = self.squares + pushed * pushed
         root = np.sqrt(self.squares)
         step = np.divide(pushed, root, out=np.zeros_like(pushed), where=root > 0)
-        super().apply(values, step)
-
-
-RULES = {rule.name: rule for rule in (ServerSGD, ServerAdagrad)}
+        super().apply(values, step, staleness)
 
 
 class ParameterServer:
@@ -7614,20 +8273,26 @@ class ParameterServer:
     - Rank 0 sends the initial values (INIT); whoever asks earlier waits for them.
     - A PUSH is applied, then acknowledged (APPLIED). One that comes twice is acknowledged twice
       and applied once: its id tells. One that is not finite is not applied, but counted.
+    - With `gather=n` in the settings, pushes are held until n workers' gradients of one version
+      are there; then their mean, weighted by samples, is one step, and all n are acknowledged. One
+      that comes later than its round is dropped, and told so.
     - A PULL is answered (STATE) when it may: other ranks than 0 wait until `warm_start` pushes
-      are applied, and those that have finished wait for each other, but not for the lost. So all
-      end with the same parameters."""
+      are applied; with `bound=s` a worker waits that is more than s steps ahead of the slowest;
+      those that have finished wait for each other, so that all end with the same parameters.
+      Nobody waits for the lost."""
 
     def __init__(self, workers: int) -> None:
         self.workers = set(range(workers))
         self.values: Any = None
-        self.version = 0  # pushes applied
-        self.warm_start = 0.0
+        self.version = 0  # steps of the rule
+        self.settings: dict[str, float] = {}
+        self.clocks = dict.fromkeys(range(workers), 0)  # steps that each worker has done
         self.finished: set[int] = set()
         self.lost: set[int] = set()
         self.staleness: collections.Counter[int] = collections.Counter()
-        self.rejected = self.samples = 0
+        self.rejected = self.late = self.samples = 0
         self._pulls: dict[int, int] = {}  # worker: its clock, of questions not answered yet
+        self._round: dict[int, tuple] = {}  # worker: push_id, gradient, samples, held
         self._acknowledged: dict[tuple, Packet] = {}  # (worker, incarnation): its last APPLIED
 
     @property
@@ -7661,58 +8326,117 @@ class ParameterServer:
             raise Refused("UNEXPECTED", "only rank 0 sends the initial parameters")
         if self.values is None:  # else it is an echo: the first counts
             try:
-                values = np.frombuffer(payload, dtype).reshape(stop - start).copy()
-                options = {k: v for k, v in settings.items() if k != "warm_start"}
-                self.rule = RULES[rule](**options)
-            except (KeyError, TypeError, ValueError) as error:
+                rule, plus, compressor = rule.partition("+")
+                if not (rule + compressor).isidentifier():  # by names only, never by paths
+                    raise ValueError("that is no name")
+                options = {k: v for k, v in settings.items() if k not in SERVER_SETTINGS}
+                self.rule = plugin(rule, ServerSGD)(**options)
+                self.compressor = plugin(compressor, Compressor)() if plus else None
+                numbers, count = np.frombuffer(payload, dtype), stop - start
+                remembered = len(self.rule.memory) if numbers.size > count else 0
+                vectors = numbers.reshape(1 + remembered, count)
+            except (ImportError, TypeError, ValueError) as error:
                 raise Refused("UNEXPECTED", f"no start with {dtype} {start}..{stop} and rule {rule}"
-                              f" {settings} (rules: {', '.join(RULES)}): {error}") from None
-            self.warm_start = settings.get("warm_start", 0.0)
-            self.values, self.slice = values, (start, stop, dtype)
+                              f" {settings}: {error}") from None
+            for name, vector in zip(self.rule.memory, vectors[1:]):
+                setattr(self.rule, name, vector.copy())
+            self.settings, self.slice = settings, (start, stop, dtype)
+            self.values = vectors[0].copy()
         return []
 
     def _on_push(self, peer: int, fields: tuple, payload: Any) -> list[Packet]:
         push_id, version, start, stop, samples, dtype = fields
         if self.values is None:
             raise Refused("NOT_READY", "rank 0 has not sent the parameters yet")
-        if (start, stop, dtype) != self.slice or memoryview(payload).nbytes != self.values.nbytes:
+        if (start, stop, dtype) != self.slice:
             raise Refused("BAD_RANGE", f"it has {dtype} {start}..{stop}, this server has "
                                        "{2} {0}..{1}".format(*self.slice))
-        process = peer, push_id >> 32
-        last = self._acknowledged.get(process)
+        last = self._acknowledged.get((peer, push_id >> 32))
         if last is not None and push_id <= last.fields[0]:
             return [last]  # seen before: the answer was lost, or this is an echo
-        pushed = np.frombuffer(payload, dtype)
-        accepted = bool(np.isfinite(pushed).all())
-        if accepted:
-            self.staleness[self.version - version] += 1
-            self.rule.apply(self.values, pushed)
-            self.version += 1
-            self.samples += samples
-        self.rejected += not accepted
-        answer = Packet("APPLIED", peer, (push_id, self.version, int(accepted)))
-        self._acknowledged[process] = answer
+        if peer in self._round and self._round[peer][0] == push_id:
+            return []  # an echo of one that waits for its round
+        pushed = self._decoded(payload)
+        if not np.isfinite(pushed).all():
+            self.rejected += 1
+            return self._acknowledge(peer, push_id, 0)
+        if "gather" not in self.settings:
+            self._apply(pushed, samples, self.version - version, peer)
+            return self._acknowledge(peer, push_id, 1)
+        if version < self.version:
+            self.late += 1
+            return self._acknowledge(peer, push_id, 2)
+        self._round[peer] = push_id, pushed * samples, samples
+        return []
+
+    def _decoded(self, payload: Any) -> np.ndarray:
+        data = np.frombuffer(payload, np.uint8)
+        try:
+            if self.compressor is not None:
+                return self.compressor.unpack(data, self.values.size, self.values.dtype)
+            if data.size == self.values.nbytes:
+                return data.view(self.values.dtype)
+            raise ValueError(f"{data.size} bytes")
+        except ValueError as error:
+            raise Refused("BAD_RANGE", f"it has {error}, this server has "
+                                       "{2} {0}..{1}".format(*self.slice)) from None
+
+    def _apply(self, pushed: np.ndarray, samples: int, staleness: int, peer: int) -> None:
+        self.staleness[staleness] += 1
+        self.rule.apply(self.values, pushed, staleness, peer)
+        self.version += 1
+        self.samples += samples
+
+    def _acknowledge(self, peer: int, push_id: int, accepted: int) -> list[Packet]:
+        answer = Packet("APPLIED", peer, (push_id, self.version, accepted))
+        self._acknowledged[peer, push_id >> 32] = answer
         return [answer]
 
     def _on_pull(self, peer: int, fields: tuple, payload: Any) -> list[Packet]:
-        self._pulls[peer] = fields[0]
-        if fields[0] == FINISHED:
+        clock = self._pulls[peer] = fields[0]
+        if clock == FINISHED:
             self.finished.add(peer)
+        elif clock != SNAPSHOT:
+            self.clocks[peer] = clock
         return []
 
     def _answers(self) -> list[Packet]:
-        """STATE to everyone who has asked and may know by now."""
+        """What everyone who waits may have by now: a complete round, a STATE."""
         if self.values is None:
             return []
-        gone = self.finished | self.lost
-        warm = self.version >= self.warm_start or 0 in gone
-        ready = {peer: clock for peer, clock in self._pulls.items()
-                 if (gone >= self.workers if clock == FINISHED else warm or peer == 0)}
-        for peer in ready:
-            del self._pulls[peer]
+        gone, answers = self.finished | self.lost, []
+        running = self.workers - gone
+        if self._round and len(self._round) >= min(self.settings["gather"], len(running)):
+            ranks, parts = zip(*sorted(self._round.items()))
+            self._round = {}
+            samples = sum(part[2] for part in parts)
+            if samples:  # as in a synchronous step: the sum is the tree's, then one division
+                self._apply(tree_reduce([part[1] for part in parts], np.add) / samples, samples, 0,
+                            ranks[0])
+            for peer, part in zip(ranks, parts):
+                answers += self._acknowledge(peer, part[0], 1)
+        warm = self.version >= self.settings.get("warm_start", 0) or 0 in gone
+        limit = math.inf
+        if "bound" in self.settings:
+            limit = min([self.clocks[peer] for peer in running], default=0) + self.settings["bound"]
+
+        def may_know(peer: int, clock: int) -> bool:
+            if clock == FINISHED:
+                return not running
+            return clock == SNAPSHOT or (
+                peer not in self._round and clock <= limit and (warm or peer == 0))
+
         start, stop, dtype = self.slice
-        return [Packet("STATE", peer, (clock, self.version, start, stop, dtype), self.values.copy())
-                for peer, clock in ready.items()]
+        for peer, clock in [pull for pull in self._pulls.items() if may_know(*pull)]:
+            del self._pulls[peer]
+            vectors = [self.values.copy()]
+            if clock == SNAPSHOT:
+                vectors += [np.broadcast_to(getattr(self.rule, name), self.values.shape)
+                            for name in self.rule.memory]
+            self.rule.sent(vectors[0], peer)
+            answers.append(Packet("STATE", peer, (clock, self.version, start, stop, dtype),
+                                  np.concatenate(vectors)))
+        return answers
 
 
 class Refused(Exception):
@@ -7722,9 +8446,9 @@ class Refused(Exception):
 class DownpourWorker:
     """The worker's side of algorithm 1.
 
-    `parameters` is the flat vector, shared with the model; `servers` says which node keeps which
-    range of it. What a server does not answer is sent again, so that an update is neither lost nor
-    counted twice even over a network that does both to messages."""
+    `parameters` is the flat vector in which fetched ones arrive; `servers` says which node keeps
+    which range of it. What a server does not answer is sent again, so that an update is neither
+    lost nor counted twice even over a network that does both to messages."""
 
     def __init__(self, rank: int, parameters: np.ndarray, servers: dict[int, tuple[int, int]],
                  n_push: int = 1, n_fetch: int = 1, incarnation: int = 0) -> None:
@@ -7736,7 +8460,10 @@ class DownpourWorker:
         self.push_id = incarnation << 32  # so that a restarted process repeats no id
         self.versions = dict.fromkeys(servers, 0)  # of the parameters we compute with
         self.staleness: collections.Counter[int] = collections.Counter()
-        self.rejected = 0
+        self.rejected = self.late = 0
+        self.lost: set[int] = set()
+        self.snapshot: dict[int, np.ndarray] = {}  # server: all it has, when it was asked
+        self.encode: Callable = lambda pushed, start, stop: pushed[start:stop]
         self._finishing = False
         self._unanswered: dict[tuple[int, str], Packet] = {}
         self._ticks: dict[tuple[int, str], int] = {}  # that an answer has been waited for
@@ -7745,11 +8472,15 @@ class DownpourWorker:
         """Is a packet of such a kind unanswered?"""
         return any(kind in kinds for _, kind in self._unanswered)
 
-    def on_start(self, rule: ServerSGD, warm_start: int = 0) -> list[Packet]:
-        """Ask for the parameters; rank 0 says first what they are and how they shall change."""
-        settings = {**rule.settings, "warm_start": float(warm_start)}
-        packets = [Packet("INIT", node, (self.parameters.dtype.name, start, stop, rule.name,
-                                         settings), self.parameters[start:stop].copy())
+    def on_start(self, rule: ServerSGD, compressor: str = "", vectors: Any = None,
+                 **settings: float) -> list[Packet]:
+        """Ask for the parameters; rank 0 says first what they are and how they shall change.
+        `vectors`: the parameters, and behind them what the rule remembers of earlier steps."""
+        vectors = [self.parameters] if vectors is None else vectors
+        name = f"{rule.name}+{compressor}" if compressor else rule.name
+        numbers = rule.settings | {k: float(v) for k, v in settings.items()}
+        packets = [Packet("INIT", node, (self.parameters.dtype.name, start, stop, name, numbers),
+                          np.concatenate([x[start:stop] for x in vectors]))
                    for node, (start, stop) in self.servers.items() if self.rank == 0]
         return self._asking(packets) + self._pull(self.clock)
 
@@ -7766,10 +8497,18 @@ class DownpourWorker:
         self.clock += 1
         return self._push() if due else []
 
+    def on_snapshot(self) -> list[Packet]:
+        """Ask the servers for all they have; it arrives in `snapshot`."""
+        return self._pull(SNAPSHOT)
+
+    def on_flush(self) -> list[Packet]:
+        """Push what is left."""
+        return self._push() if self.samples else []
+
     def on_finish(self) -> list[Packet]:
         """Push what is left, and when that is applied ask for what all end with."""
         self._finishing = True
-        return (self._push() if self.samples else []) + self._last_pull()
+        return self.on_flush() + self._last_pull()
 
     def on_message(self, kind: str, peer: int, fields: tuple = (),
                    payload: Any = b"") -> list[Packet]:
@@ -7783,16 +8522,22 @@ class DownpourWorker:
         del self._unanswered[peer, asked]
         if kind == "STATE":
             self._unanswered.pop((peer, "INIT"), None)
-            _, self.versions[peer], start, stop, _ = fields
-            self.parameters[start:stop] = np.frombuffer(payload, self.parameters.dtype)
-        elif fields[2]:
+            clock, version, start, stop, _ = fields
+            values = np.frombuffer(payload, self.parameters.dtype)
+            if clock == SNAPSHOT:
+                self.snapshot[peer] = values.reshape(-1, stop - start) if stop > start else values
+            else:
+                self.versions[peer], self.parameters[start:stop] = version, values
+        elif fields[2] == 1:
             self.staleness[fields[1] - 1 - question.fields[1]] += 1
         else:
-            self.rejected += 1
+            self.late += fields[2] == 2
+            self.rejected += fields[2] == 0
         return self._last_pull()
 
     def on_lost(self, peer: int, why: tuple = ()) -> list[Packet]:
         """That another worker is gone stops nobody, nor a server that owes us nothing."""
+        self.lost.add(peer)
         owed = [kind for node, kind in self._unanswered if node == peer]
         if owed:
             raise RuntimeError(f"rank {self.rank}, step {self.clock}: server node {peer} is gone "
@@ -7815,7 +8560,8 @@ class DownpourWorker:
         pushed, self.accrued = self.accrued, np.zeros_like(self.accrued)
         samples, self.samples = self.samples, 0
         return self._asking([Packet("PUSH", node, (self.push_id, self.versions[node], start, stop,
-                                                   samples, pushed.dtype.name), pushed[start:stop])
+                                                   samples, pushed.dtype.name),
+                                    self.encode(pushed, start, stop))
                              for node, (start, stop) in self.servers.items()])
 
     def _pull(self, clock: int) -> list[Packet]:
@@ -7840,78 +8586,194 @@ class Downpour(Strategy):
 
     `optimizer` makes the worker's own steps between fetches. What a push does to the shared
     parameters is the servers' `rule`: ServerSGD (the default, with the optimizer's lr) or
-    ServerAdagrad, for which the paper advises a rate ten times as large. With `warm_start=n`
-    rank 0 trains alone until the servers have applied n pushes.
+    ServerAdagrad, for which the paper advises a rate ten times as large. Schedules work: pushed
+    gradients are scaled as the optimizer's lr has changed since the start. With `warm_start=n`
+    rank 0 trains alone until the servers have applied n pushes. `staleness_aware` divides the
+    step of a push by how many versions old its parameters were.
 
     Each push is a step of its own: n workers go up to n times the learning rate, on parameters
-    some versions old; `staleness` counts how many. Buffers stay each worker's own."""
+    some versions old; `staleness` counts how many. Buffers stay each worker's own. A worker that
+    is lost stops nobody; a lost server ends training."""
 
-    lockstep = False
+    name, lockstep = "downpour", False
+    elastic = False  # shall fetched parameters arrive in `fetched`, instead of in the model?
 
     def __init__(self, model: Any, optimizer: Any, n_push: int = 1, n_fetch: int = 1,
                  rule: ServerSGD | None = None, warm_start: int = 0,
-                 group: ProcessGroup | None = None) -> None:
-        super().__init__(model, optimizer, group)
+                 staleness_aware: bool = False, group: ProcessGroup | None = None,
+                 compress: Any = None) -> None:
+        super().__init__(model, optimizer, group, compress)
         if n_push < 1 or n_fetch < 1:
             raise ValueError(f"n_push={n_push}, n_fetch={n_fetch}: both count steps, from 1")
         rates = sorted({float(g["lr"]) for g in optimizer.param_groups})
         if rule is None and len(rates) > 1:
             raise ValueError(f"the optimizer has learning rates {rates}: say which rule the "
                              "servers follow, for example rule=ServerSGD(lr=0.1)")
-        trainable = {name: x for name, x in self.parameters.items() if x.requires_grad}
-        dtypes = sorted({x.dtype.name for x in trainable.values()})
-        if len(dtypes) != 1:
-            raise TypeError("Downpour keeps all trainable parameters in one vector: they must have "
-                            f"one dtype, found {dtypes}")
-        self._weights, self._gradient = FlatVector(trainable), FlatVector(trainable)
-        for x, view in zip(self._weights.tensors, self._weights.views):
-            np.copyto(view, x._array)
-            x._array = view  # from now on the model lives in the vector
+        if not rates[0]:
+            raise ValueError("the optimizer's lr is 0 at the start: pushes are scaled as it changes"
+                             ", so begin with the full rate, and warm up after this")
+        self.rule = rule or ServerSGD(rates[0], staleness_aware)
+        self._rate = float(optimizer.param_groups[0]["lr"])
+        self.weights = self.in_one_vector()
+        self._gradient = FlatVector(dict(zip(self.weights.names, self.weights.tensors)))
+        self.fetched = self.weights.data.copy() if self.elastic else self.weights.data
         transport, workers = self.group.transport, self.group.size
         if transport is not None and transport.size == workers:
-            raise RuntimeError(f"rank {self.group.rank}: Downpour needs parameter servers: launch "
-                               "with --servers 1 or more")
+            raise RuntimeError(f"rank {self.group.rank}: {type(self).__name__} needs parameter "
+                               "servers: launch with --servers 1 or more")
         self._wire = InProcess() if transport is None else transports().Wire(transport)
         nodes = range(workers, self._wire.size)
-        slices = {node: share_of(len(self._weights.data), i, len(nodes))
-                  for i, node in enumerate(nodes)}
-        self._worker = DownpourWorker(self.group.rank, self._weights.data, slices, n_push, n_fetch,
+        slices = {node: share_of(len(self.fetched), i, len(nodes)) for i, node in enumerate(nodes)}
+        self._worker = DownpourWorker(self.group.rank, self.fetched, slices, n_push, n_fetch,
                                       getattr(transport, "incarnation", 0))
+        if self.compressor is not None:
+            self._worker.encode = lambda pushed, start, stop: self.compressor.pack(
+                self.weights.cut(start, stop, pushed))
         self.staleness = self._worker.staleness  # pushes that met parameters so much newer
-        self._rule, self._warm_start = rule or ServerSGD(rates[0]), warm_start
+        self.warm_start = warm_start
+        self._vectors: Any = None  # of the servers, before they start and when they are gone
+        self._ended = False
 
-    def _go_on(self) -> None:
+    def settings(self) -> dict[str, float]:
+        """What the servers are told, besides their rule's own."""
+        return {"warm_start": self.warm_start}
+
+    def _go_on(self) -> None:  # at the first loop or step, as a checkpoint may come until then
         if not self._begun:
             super()._go_on()
-            self._wire.send(self._worker.on_start(self._rule, self._warm_start))
+            self._wire.send(self._worker.on_start(
+                self.rule, "" if self.compressor is None else self.compressor.name, self._vectors,
+                **self.settings()))
+            here = self.weights.data.copy()
             self._until_answered("PULL")
+            if self._vectors is not None:
+                self.weights.data[:] = here  # it may be some steps ahead of the last fetch
 
     @property
     def rejected(self) -> int:
         """How many pushes of this worker were not applied because they were not finite."""
         return self._worker.rejected
 
-    def step(self) -> None:
+    @property
+    def lost(self) -> set[int]:
+        """The nodes that are gone."""
+        return self._worker.lost
+
+    def gradient(self) -> np.ndarray:
+        """This step's gradient as one vector, scaled as the optimizer's lr has changed."""
+        scale = self.optimizer.param_groups[0]["lr"] / self._rate
         for x, view in zip(self._gradient.tensors, self._gradient.views):
-            np.copyto(view, 0 if x.grad is None else x.grad._array)
-        self._until_answered("PUSH")  # so that one at most is under way, while we compute the next
-        self._wire.send(self._worker.on_gradient(self._gradient.data, self.samples))
-        self.optimizer.step()
-        self._wire.send(self._worker.on_step())  # of the next step: forward needs its parameters
+            if x.grad is None or not self.samples:  # the mean of nothing is NaN
+                view[...] = 0
+            else:
+                np.multiply(x.grad._array, scale, out=view)
+        return self._gradient.data
+
+    def push(self, vector: np.ndarray) -> None:
+        """Add to what is accrued, and send that to the servers every n_push calls. One push at
+        most is under way, while the next is computed."""
+        self._go_on()
+        self._until_answered("PUSH")
+        self._wire.send(self._worker.on_gradient(vector, self.samples))
+
+    def fetch(self) -> None:
+        """The servers' parameters, every n_fetch pushes."""
+        self._wire.send(self._worker.on_step())
         self._until_answered("PULL")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._go_on()
+
+    def step(self) -> None:
+        self.push(self.gradient())
+        if self.samples:
+            self.optimizer.step()
+        self.fetch()  # for the next step: forward needs its parameters
         self.steps += 1
 
     def finish(self) -> None:
         """Push what is left and end, together with all other workers, on the same parameters."""
+        if self._ended:
+            return
+        self._go_on()
         self._until_answered("PUSH")
+        self._wire.send(self._worker.on_flush())
+        self._until_answered("PUSH")
+        if self.group.rank == 0:
+            self._vectors = self._snapshot()
         self._wire.send(self._worker.on_finish())
-        self._until_answered("PUSH", "PULL")
+        self._until_answered("PULL")
+        self._ended = True
 
     def _until_answered(self, *kinds: str) -> None:
         drive(self._worker, self._wire, lambda: not self._worker.waits_for(*kinds),
               f"{' and '.join(kinds)} of step {self.steps}")
-        for x in self._weights.tensors:
-            touch(x, "a fetch from the parameter servers")
+        self.weights.changed("a fetch from the parameter servers")
+
+    def own_state(self) -> dict[str, Any]:
+        """With the servers' vectors, and what this worker has not pushed yet."""
+        worker, vectors = self._worker, self._vectors
+        if self._begun and not self._ended:
+            vectors = self._snapshot()
+        elif self._ended and vectors is not None:
+            vectors = [self.fetched, *vectors[1:]]
+        return super().own_state() | {"servers": vectors, "accrued": worker.accrued,
+                                      "clock": worker.clock, "samples": worker.samples}
+
+    def load_own_state(self, own: dict[str, Any]) -> None:
+        """Rank 0 will tell the servers. What the others had accrued is lost."""
+        if self._worker.clock:
+            raise RuntimeError("a state is loaded before the first step: the servers have been "
+                               f"changed by {self._worker.clock} already")
+        super().load_own_state(own)
+        self._worker.clock, self.warm_start = own["clock"], 0
+        if self.group.rank == 0:
+            self._vectors = own["servers"] and [to_array(x).copy() for x in own["servers"]]
+            self._worker.accrued[:] = to_array(own["accrued"])
+            self._worker.samples = own["samples"]
+
+    def _snapshot(self) -> list[np.ndarray]:
+        """The servers' parameters, and what their rule remembers."""
+        self._until_answered("PUSH")
+        self._wire.send(self._worker.on_snapshot())
+        self._until_answered("PULL")
+        slices = [self._worker.snapshot[node] for node, (start, stop)
+                  in self._worker.servers.items() if start < stop]
+        return list(np.concatenate(slices, axis=1))
+
+
+class StaleSynchronous(Downpour):
+    """Bounded staleness (Ho et al. 2013): a worker may be at most s steps ahead of the slowest. It
+    waits if it would be more; so it computes on parameters that hold all updates up to s + 1 steps
+    ago, and its own. A step of all workers together is one on the mean over the whole batch: each
+    push counts by its share of the samples.
+
+    s=0 is synchronous: servers gather the gradients of all workers, and their mean is one step,
+    with the bits of Synchronous. `backup=b` then takes the first N of N + b gradients and drops
+    those that come too late (Chen et al. 2016), so that stragglers are not waited for."""
+
+    name = "ssp"
+
+    def __init__(self, model: Any, optimizer: Any, s: int = 3, backup: int = 0,
+                 rule: ServerSGD | None = None, group: ProcessGroup | None = None,
+                 compress: Any = None) -> None:
+        self.s, self.backup = s, backup
+        if s < 0 or backup < 0 or (s and backup):
+            raise ValueError(f"s={s}, backup={backup}: both count from 0, and backup needs s=0")
+        super().__init__(model, optimizer, rule=rule, group=group, compress=compress)
+        if backup >= self.group.size:
+            raise ValueError(f"backup={backup}: of {self.group.size} workers at least one must "
+                             "count")
+
+    def settings(self) -> dict[str, float]:
+        return {"bound": self.s} if self.s else {"gather": self.group.size - self.backup}
+
+    def gradient(self) -> np.ndarray:
+        gradient = super().gradient()
+        if self.s:
+            gradient *= self.samples / self.batch
+        return gradient
 
 
 def drive(machine: Any, wire: Any, done: Callable[[], bool], doing: str) -> None:
@@ -7919,14 +8781,15 @@ def drive(machine: Any, wire: Any, done: Callable[[], bool], doing: str) -> None
     waited = 0.0
     while not done():
         try:
-            packet = wire.recv(TICK, doing)
+            feed(machine, wire, wire.recv(TICK, doing))
         except TimeoutError:
             waited += TICK
-            answers = machine.on_tick(waited)
-        else:
-            gone = packet[0] in ("GOODBYE", "LOST")
-            answers = machine.on_lost(*packet[1:3]) if gone else machine.on_message(*packet)
-        wire.send(answers)
+            wire.send(machine.on_tick(waited))
+
+
+def feed(machine: Any, wire: Any, packet: Any) -> None:
+    gone = packet[0] in ("GOODBYE", "LOST")
+    wire.send(machine.on_lost(*packet[1:3]) if gone else machine.on_message(*packet))
 
 
 class InProcess:
@@ -7957,10 +8820,11 @@ def serve(transport: Any = None, server: Any = None) -> None:
 
 DISTRIBUTED = {name: on_default_group(getattr(ProcessGroup, name)) for name in (
     "get_rank", "get_world_size", "all_reduce", "broadcast", "all_gather", "reduce_scatter",
-    "barrier", "send", "recv")}  # with those below: minidist.distributed
+    "all_to_all", "barrier", "send", "recv")}  # with those below: minidist.distributed
 DISTRIBUTED |= {x.__name__: x for x in (
     ReduceOp, ProcessGroup, init_process_group, is_initialized, destroy_process_group, Strategy,
-    Synchronous, Downpour, ServerSGD, ServerAdagrad)}
+    Synchronous, LocalSGD, DiLoCo, Gossip, Downpour, StaleSynchronous, ServerSGD, ServerAdagrad,
+    Compressor, FP16, BF16, NoiseScale, AdaptiveBatch)}
 
 
 # =================================================================================================
@@ -8241,7 +9105,7 @@ def train(flags: argparse.Namespace) -> None:
     curve: list = []
     strategy: Any
     if flags.strategy == "downpour":
-        rule = RULES[flags.optimizer](flags.options["lr"])
+        rule = named(ServerSGD)[flags.optimizer](flags.options["lr"])
         strategy = Downpour(model, optimizer, flags.n_push, flags.n_fetch, rule)
     else:
         strategy = Synchronous(model, optimizer)
@@ -8360,7 +9224,7 @@ def prepared(flags: argparse.Namespace, workers: int) -> None:
             raise ValueError(f"--momentum belongs to --optimizer sgd, not {flags.optimizer}")
         flags.options["momentum"] = flags.momentum
     if flags.strategy == "downpour":
-        if flags.optimizer not in RULES or flags.momentum or flags.weight_decay:
+        if flags.optimizer not in named(ServerSGD) or flags.momentum or flags.weight_decay:
             raise ValueError("with --strategy downpour the servers change the parameters; they "
                              "know --optimizer sgd and adagrad, without momentum and decay")
     elif flags.servers or flags.n_push > 1 or flags.n_fetch > 1:

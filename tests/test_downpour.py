@@ -24,14 +24,17 @@ def gradient(w, worker, step):
 class Machines:
     """Workers and servers joined by a network that delivers at once, in order."""
 
-    def __init__(self, workers, servers=1, rule=None, size=SIZE, warm_start=0, **options):
+    def __init__(self, workers, servers=1, rule=None, size=SIZE, warm_start=0, gather=0, bound=None,
+                 **options):
         self.servers = {workers + k: md.ParameterServer(workers) for k in range(servers)}
         slices = {node: md.share_of(size, k, servers) for k, node in enumerate(self.servers)}
         start = np.linspace(-1, 1, size)
         self.workers = [md.DownpourWorker(rank, start.copy(), slices, **options)
                         for rank in range(workers)]
+        settings = {"gather": gather} if gather else {} if bound is None else {"bound": bound}
         for worker in self.workers:
-            self.send(worker.rank, worker.on_start(rule or md.ServerSGD(0.1), warm_start))
+            self.send(worker.rank, worker.on_start(rule or md.ServerSGD(0.1),
+                                                   warm_start=warm_start, **settings))
 
     def send(self, sender, packets):
         pending = collections.deque((sender, packet) for packet in packets)
