@@ -4586,18 +4586,21 @@ def bind(name: str, signature: inspect.Signature, args: tuple, options: dict) ->
 
 
 def remembering(init: Callable[..., None]) -> Callable[..., None]:
-    """A constructor whose arguments become attributes of the same names before it runs."""
+    """A constructor whose arguments become attributes of the same names before it runs, and which
+    takes PyTorch's `device` and `dtype` besides."""
     itself, *others = inspect.signature(init).parameters.values()
     signature = inspect.Signature(others)
 
     @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **options: Any) -> None:
+    def __init__(self: Any, *args: Any, device: Any = None, dtype: Any = None,
+                 **options: Any) -> None:
         if "_parameters" not in self.__dict__:
             Module.__init__(self)
         arguments = bind(type(self).__name__, signature, args, options)
         for name, value in arguments.items():
             setattr(self, name, value)
         init(self, **arguments)
+        self.to(device=device, dtype=dtype)
 
     return __init__
 
@@ -5060,6 +5063,7 @@ class _Cell(_Recurrent):
 
     shown = "input_size hidden_size bias=? nonlinearity=?"
 
+    @remembering
     def __init__(self, input_size: int, hidden_size: int, bias: bool = True,
                  nonlinearity: str = "tanh") -> None:
         super().__init__(input_size, hidden_size, 1, bias, nonlinearity=nonlinearity)
@@ -5167,7 +5171,8 @@ class TransformerEncoderLayer(Module):
 
     def __init__(self, d_model: int, nhead: int, dim_feedforward: int = 2048, dropout: float = 0.1,
                  activation: Any = "relu", layer_norm_eps: float = 1e-5, batch_first: bool = False,
-                 norm_first: bool = False, bias: bool = True) -> None:
+                 norm_first: bool = False, bias: bool = True, device: Any = None,
+                 dtype: Any = None) -> None:
         super().__init__()
         for name in self.attentions:
             setattr(self, name, MultiheadAttention(d_model, nhead, dropout, bias,
@@ -5182,6 +5187,7 @@ class TransformerEncoderLayer(Module):
         for k in parts:
             setattr(self, f"dropout{k}", Dropout(dropout))
         self.activation = {"relu": relu, "gelu": gelu}.get(activation, activation)
+        self.to(device=device, dtype=dtype)
 
     def residual(self, k: int, x: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
         """x with what the k-th part of the layer makes of it."""
@@ -5250,7 +5256,8 @@ class Transformer(Module):
                  num_decoder_layers: int = 6, dim_feedforward: int = 2048, dropout: float = 0.1,
                  activation: Any = "relu", custom_encoder: Any = None, custom_decoder: Any = None,
                  layer_norm_eps: float = 1e-5, batch_first: bool = False,
-                 norm_first: bool = False, bias: bool = True) -> None:
+                 norm_first: bool = False, bias: bool = True, device: Any = None,
+                 dtype: Any = None) -> None:
         super().__init__()
         options = (d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps,
                    batch_first, norm_first, bias)
@@ -5264,6 +5271,7 @@ class Transformer(Module):
             if p.ndim > 1:
                 xavier_uniform_(p)
         self.d_model, self.nhead, self.batch_first = d_model, nhead, batch_first
+        self.to(device=device, dtype=dtype)
 
     def forward(self, src: Tensor, tgt: Tensor, src_mask: Any = None, tgt_mask: Any = None,
                 memory_mask: Any = None, src_key_padding_mask: Any = None,

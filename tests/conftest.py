@@ -1,5 +1,6 @@
 """Tests see the repository as an installed minidist: `import minidist_transports`."""
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -13,3 +14,17 @@ if "minidist_transports" not in sys.modules:
     module = importlib.util.module_from_spec(spec)
     sys.modules["minidist_transports"] = module
     spec.loader.exec_module(module)
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # several processes test side by side: a core for each
+    import minidist
+
+    minidist.set_num_threads(1)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What tests recorded as their "report" stands at the end, side by side runs included."""
+    for test in terminalreporter.getreports("passed"):
+        for name, text in test.user_properties:
+            if name == "report":
+                terminalreporter.section(test.nodeid)
+                terminalreporter.write_line(text)

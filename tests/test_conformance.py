@@ -682,7 +682,6 @@ def test_gradgradcheck(info):
     COUNTS["gradgradcheck"] += 1
 
 
-def test_counts(capsys):
-    """Prints what was compared."""
-    with capsys.disabled():
-        print("\n" + "\n".join(f"    {n:7,} {what}" for what, n in sorted(COUNTS.items())))
+def test_counts(record_property):
+    """Says at the end of the run what was compared (tests/conftest.py prints it)."""
+    record_property("report", "\n".join(f"{n:7,} {what}" for what, n in sorted(COUNTS.items())))

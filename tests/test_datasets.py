@@ -159,7 +159,8 @@ def test_damaged_idx_files_are_named(tmp_path, name, data, says):
 
 
 @pytest.mark.parametrize("data", [b"no gzip", gzip.compress(bytes(500))[:-9],
-                                  gzip.compress(b"x")[:-4] + b"1234"])
+                                  gzip.compress(b"x")[:-4] + b"1234"],
+                         ids=["no gzip", "cut", "checksum"])
 def test_damaged_gzip_files_are_named(tmp_path, data):
     name = "train-images-idx3-ubyte.gz"
     write(tmp_path, mnist_files()[0] | {name: data})

@@ -697,3 +697,20 @@ def test_batches_of_no_rows():
                     continue
                 close(ours(make(md, empty.astype(np.float32) if empty.dtype.kind == "f" else empty,
                                 False)), expected, repr(ours))
+
+
+@pytest.mark.parametrize("name, args", [
+    ("Linear", (3, 2)), ("Conv2d", (1, 2, 3)), ("ConvTranspose1d", (2, 2, 2)), ("PReLU", ()),
+    ("BatchNorm2d", (3,)), ("LayerNorm", (3,)), ("GroupNorm", (1, 2)), ("Embedding", (3, 2)),
+    ("LSTM", (3, 2)), ("GRUCell", (3, 2)), ("MultiheadAttention", (4, 2)),
+    ("TransformerDecoderLayer", (4, 2)),
+])
+def test_layers_take_a_device_and_a_dtype(name, args):
+    def dtypes(m):
+        layer = getattr(m.nn, name)(*args, device="cpu", dtype=m.float64)
+        return {key: str(value.dtype).removeprefix("torch.")
+                for key, value in layer.state_dict().items()}
+
+    assert dtypes(md) == dtypes(torch)
+    with pytest.raises(RuntimeError, match="cuda"):
+        getattr(nn, name)(*args, device="cuda")

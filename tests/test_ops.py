@@ -847,7 +847,7 @@ def test_what_a_tensor_says_of_itself():
     lambda m: m.tensor(3.5), lambda m: m.tensor(2), lambda m: m.zeros(2, 2), lambda m: m.zeros(0),
     lambda m: m.ones(2, dtype=m.float64), lambda m: m.ones(2, requires_grad=True),
     lambda m: m.tensor([[1.0, -2.25], [0.5, 3.0]]), lambda m: m.tensor([math.nan, math.inf, 1.0]),
-], ids=str)
+])
 def test_printed_as_torch_prints_it(make_it):
     expected = repr(make_it(torch)).replace("torch.", "")
     assert " ".join(repr(make_it(md)).split()) == " ".join(expected.split())
