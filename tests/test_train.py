@@ -41,7 +41,7 @@ def start(mark, tmp_path, monkeypatch):  # noqa: F811
 def run(start):
     def run(*args, **options):
         with start(*args, **options) as process:
-            out, err = process.communicate(timeout=100)
+            out, err = process.communicate(timeout=250)
         return process.returncode, out, err
     return run
 
