@@ -7363,6 +7363,8 @@ class Strategy(Resumable):
                     start, stop = share_of(len(batch), group.rank * turns + self.turn,
                                            group.size * turns)
                     self.samples, self.batch = stop - start, len(batch)
+                    if group.transport is not None:
+                        group.transport.work(self.samples)
                     try:
                         yield (loader.fetch(batch[start:stop]) if start < stop else
                                without_rows(loader.fetch(batch[:1])))
@@ -9126,10 +9128,11 @@ def train(flags: argparse.Namespace) -> None:
     share = share_of(len(test), rank, size) if strategy.lockstep else (0, len(test))
     mine = TensorDataset(*test[slice(*share)])
     total, samples, seconds = flags.epochs * len(loader), 0, 0.0
+    clock = strategy.group.transport.clock if size > 1 else time.perf_counter
     with Progress(total, f"{flags.model} on {flags.data}", "steps") \
             if rank == 0 else contextlib.nullcontext() as bar:
         for epoch in strategy.epochs(flags.epochs):
-            start, losses = time.perf_counter(), []
+            start, losses = clock(), []
             model.train()
             amounts = np.random.default_rng([flags.seed, epoch]).uniform(-1, 1, (len(data), 5))
             for x, y, number in strategy.batches(loader):
@@ -9155,7 +9158,7 @@ def train(flags: argparse.Namespace) -> None:
                                 f"epoch {epoch + 1}, loss {losses[-1]:.3f}")
             if epoch == flags.epochs - 1:
                 strategy.finish()
-            seconds += time.perf_counter() - start
+            seconds += clock() - start
             if strategy.lockstep or rank == 0:
                 # The loss is the mean over what this process has seen of the epoch.
                 numbers = [np.nansum(losses), np.isfinite(losses).sum(), correct(model, mine)]
@@ -9176,7 +9179,8 @@ def report(flags: argparse.Namespace, curve: list, tests: int, samples: int, sec
     right = round(curve[-1][1] * tests)
     print(f"test accuracy {right / tests:.2%} ({right} of {tests})")
     print(f"{samples / (seconds or 1):,.0f} samples/s, {seconds:.1f} s of training")
-    for rank, (sent, received, again) in enumerate(counts if len(counts) > 1 else ()):
+    told = len(counts) > 1 and flags.transport != "sim"  # which ends with a report of its own
+    for rank, (sent, received, again) in enumerate(counts if told else ()):
         print(f"rank {rank}: {sent / 1e6:,.1f} MB sent, {received / 1e6:,.1f} MB received, "
               f"{again:,} retransmissions")
     if flags.save:
@@ -9286,7 +9290,12 @@ def arguments() -> argparse.ArgumentParser:
     add("--workers", type=int, default=1, metavar="N",
         help="processes that share each batch (%(default)s)")
     add("--transport", metavar="NAME", help="how they are joined: pipe, tcp, udp, or tls, whose "
-        "files MINIDIST_TLS_CERT, MINIDIST_TLS_KEY and MINIDIST_TLS_CA name (tcp)")
+        "files MINIDIST_TLS_CERT, MINIDIST_TLS_KEY and MINIDIST_TLS_CA name; or sim, simulated in "
+        "this process (tcp)")
+    add("--cluster", metavar="FILE", help="what sim assumes: speeds, links, failures (TOML, "
+        "described in transports/cluster.py)")
+    add("--assume", action="append", default=[], metavar="NAME=VALUE", help="one setting of "
+        "such a file, as link.latency=0.01 or compute.noise=0.5 or seed=1; may be repeated")
     add("--strategy", choices=["sync", "downpour"], default="sync", help="sync: all make each step "
         "together; downpour: each at its own pace, through parameter servers (%(default)s)")
     add("--servers", type=int, metavar="K", help="parameter servers of downpour (1)")
@@ -9348,8 +9357,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         prepared(flags, workers)
         if not launched and (workers > 1 or flags.transport):
             launcher = companion("transports", "launch")
-            job = launcher.Job(this_command(*argv, "--data", flags.data), workers,
-                               flags.transport or "tcp", flags.servers or 0, this_command("serve"))
+            transport = flags.transport or "tcp"
+            job = launcher.Job(
+                this_command(*argv, "--data", flags.data), workers, transport, flags.servers or 0,
+                this_command("serve"),
+                cluster=launcher.cluster_of(transport, flags.cluster, flags.assume))
             if workers > 1:  # one alone needs no transport, but a wrong name is said all the same
                 return launcher.run_and_tell(job)
     except (OSError, ValueError, ModuleNotFoundError) as error:
@@ -9375,12 +9387,13 @@ def this_command(*args: str) -> list[str]:
 
 
 def launch(fn: Callable, args: Sequence[Any] = (), workers: int = 2, transport: str = "tcp",
-           servers: int = 0, timeout: float | None = None) -> list[Any]:
+           servers: int = 0, timeout: float | None = None, cluster: Any = None) -> list[Any]:
     """Call fn(*args) on new worker processes, from a notebook cell or a script; return what each
     returned, by rank. Inside, `dist.init_process_group()` joins them. transports/remote.py says
-    what can travel: source text and plain data."""
+    what can travel: source text and plain data. With transport "sim" the workers are simulated,
+    in the cluster that the file or table `cluster` describes: see transports/cluster.py."""
     return companion("transports", "launch").launch(
-        fn, args, workers, transport, servers, timeout, this_command("serve"))
+        fn, args, workers, transport, servers, timeout, this_command("serve"), cluster)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ Three layers, each of which knows nothing of the one above it:
     protocol   protocol.py            greeting, keys, frames, heartbeats; no I/O
     node       node.py                runs sessions over streams: a Transport
 
+sim.py is a Transport of its own: threads of one process on a virtual clock.
+
 This file holds what the layers agree on: the message contract (`Transport`),
 the driver contract (`Driver`, `Stream`), `Config`, the errors and the registry.
 
@@ -17,6 +19,7 @@ from __future__ import annotations
 import importlib
 import ipaddress
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -110,6 +113,15 @@ class Transport(ABC):
     def recv_any(self, *, channel: int = 0, timeout: float | None = None) -> Message:
         """The next message of whichever peer comes first. A peer that leaves in
         order is told once, as a message of kind protocol.GOODBYE."""
+
+    def clock(self) -> float:
+        """Seconds since some moment in the past: what a worker measures its work by."""
+        return time.monotonic()
+
+    def work(self, samples: int) -> float:
+        """The caller is about to compute a step of so many samples. Real time passes while it
+        does; simulated time passes here: returns how many seconds did."""
+        return 0.0
 
     @abstractmethod
     def abort(self, reason: str, code: int | None = None) -> None:
@@ -327,7 +339,7 @@ def check_exposed(host: str, config: Config) -> None:
 
 # ---- registry ------------------------------------------------------------------
 
-BUILTIN = ("pipe", "tcp", "udp", "tls")
+BUILTIN = ("pipe", "tcp", "udp", "tls", "sim")
 
 
 def names() -> list[str]:

@@ -34,6 +34,7 @@ from typing import Any
 
 from . import names as transports
 from . import remote
+from .cluster import Cluster
 from .keys import key_of
 
 # The files of transport tls: this machine's certificate, its key, and who signed all.
@@ -66,6 +67,7 @@ class Job:
     show: Sequence[int] | None = None  # local ranks to show; None: all
     grace: float = 10.0  # seconds from SIGTERM to SIGKILL
     timeout: float | None = None  # seconds for the whole run
+    cluster: Cluster = field(default_factory=Cluster)  # what transport sim assumes
     key: str = field(default_factory=lambda: secrets.token_hex(32))
     id: str = field(default_factory=lambda: f"job-{secrets.token_hex(6)}")
 
@@ -90,6 +92,9 @@ class Job:
         if not 0 <= self.master_port < 1 << 16:
             raise LaunchError(f"--master-port {self.master_port}: ports are 1 to 65535, and 0 is "
                               "any free one")
+        if self.transport == "sim" and self.machines > 1:
+            raise LaunchError("transport 'sim' simulates all machines in one process: leave out "
+                              "--nnodes and raise --nproc-per-node")
         if self.transport == "pipe" and (self.machines > 1 or os.name != "posix"):
             raise LaunchError("transport 'pipe' joins processes of one POSIX machine: use 'tcp'")
 
@@ -497,6 +502,9 @@ class Report:
 
 def run(job: Job) -> Report:
     """Start the group, pass on its output, wait for its end; leave nothing running."""
+    if job.transport == "sim":
+        from . import simulate
+        return simulate.run(job)
     group = Group(job)
     with contextlib.ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
@@ -689,7 +697,7 @@ def names(processes: Sequence[Process]) -> str:
 
 def launch(fn: Callable[..., Any], args: Sequence[Any] = (), workers: int = 2,
            transport: str = "tcp", servers: int = 0, timeout: float | None = None,
-           server_command: Sequence[str] = ()) -> list[Any]:
+           server_command: Sequence[str] = (), cluster: Any = None) -> list[Any]:
     """Call fn(*args) on every worker of a new group; return what each returned, by rank.
 
         def train(lr):
@@ -706,9 +714,17 @@ def launch(fn: Callable[..., Any], args: Sequence[Any] = (), workers: int = 2,
     tuples, sets, dicts, NumPy arrays and Tensors (their values, no graph).
     Models, optimizers and open files are best made inside the function.
 
+    With transport "sim" they are threads of this process and `cluster` says what is
+    simulated, as a file's path or as tables (see cluster.py); fn is then called as it is.
+
     `timeout` is in seconds, for all of it. What a worker prints appears here with
     its rank before it. If one fails, LaunchError says which one and why.
     """
+    if transport == "sim":
+        from . import simulate
+        assumed = Cluster.of(cluster) if isinstance(cluster, dict) else Cluster.read(cluster)
+        return simulate.call(Job((), workers, transport, servers, server_command or ("serve",),
+                                 timeout=timeout, cluster=assumed), fn, args)
     with tempfile.TemporaryDirectory(prefix="minidist-") as folder:  # mode 0700
         path = Path(folder)
         remote.send(path, fn, args)
@@ -761,10 +777,13 @@ def main(argv: Sequence[str] | None = None, server_command: Sequence[str] = (),
     add("--nproc-per-node", default="1", metavar="N",
         help="workers on this machine; auto or cpu: one a core (default 1)")
     add("--transport", default="tcp", metavar="NAME",
-        help="pipe, tcp, udp, tls or a plugin's name (default tcp)")
+        help="pipe, tcp, udp, tls or a plugin's name; sim simulates them (default tcp)")
     add("--tls", nargs=3, metavar=("CERT", "KEY", "CA"), help="use transport tls with these files: "
         "this machine's certificate, its private key, the certificate of who signed all")
     add("--servers", type=int, default=0, metavar="K", help="parameter servers (default 0)")
+    add("--cluster", metavar="FILE", help="what transport sim assumes; cluster.py describes it")
+    add("--assume", action="append", default=[], metavar="NAME=VALUE",
+        help="one of its settings, such as link.latency=0.01 or seed=1; may be repeated")
     add("--nnodes", default="1", metavar="M", help="machines (default 1)")
     add("--node-rank", type=int, default=0, help="this machine's number, from 0 (default 0)")
     add("--master-addr", default="127.0.0.1", help="address of machine 0 (default 127.0.0.1)")
@@ -793,6 +812,16 @@ def run_and_tell(job: Job) -> int:
     if report.text:
         print(report.text, file=sys.stderr, flush=True)
     return report.code
+
+
+def cluster_of(transport: str, path: str | None, settings: Sequence[str]) -> Cluster:
+    """The cluster that the flags describe."""
+    if transport != "sim" and (path or settings):
+        raise LaunchError("--cluster and --assume describe what --transport sim simulates")
+    try:
+        return Cluster.read(path, settings)
+    except (OSError, ValueError) as error:
+        raise LaunchError(str(error)) from None
 
 
 def job_of(flags: argparse.Namespace, server_command: Sequence[str]) -> Job:
@@ -826,7 +855,8 @@ def job_of(flags: argparse.Namespace, server_command: Sequence[str]) -> Job:
         os.environ |= zip(TLS, map(os.path.abspath, flags.tls))
     job = Job(command, int(count), flags.transport, flags.servers, server_command, machines,
               0 if flags.standalone else flags.node_rank, flags.master_addr, flags.master_port,
-              flags.log_dir, show, flags.shutdown_timeout)
+              flags.log_dir, show, flags.shutdown_timeout,
+              cluster=cluster_of(flags.transport, flags.cluster, flags.assume))
     if machines > 1:
         # Every machine has a launcher of its own, and all must say the same.
         try:
