@@ -3,12 +3,13 @@
 `minidist launch --transport sim --nproc-per-node 64 script.py`, `minidist train --transport
 sim` and md.launch(fn, transport="sim") end here. A rank finds what it would find in a process
 of its own: os.environ with its rank, sys.argv, a fresh `__main__`, its own random numbers, its
-lines with its rank before them. What it shares with the others is what modules keep: the
-module's globals, and the current folder.
+lines with its rank before them. What it shares with the others is what modules keep, the
+current folder, and the data sets of load_dataset, which are read once for all.
 """
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import io
 import os
@@ -73,7 +74,7 @@ def simulate(job: Job, programs: Sequence[Callable[[], None]]) -> tuple[Report, 
                     raise
         return work
     begun = time.monotonic()
-    with surroundings(job, world), one_thread(minidist):
+    with surroundings(job, world), one_thread(minidist), one_data_set(minidist):
         try:
             world.run([alive(number) for number in range(world.size)], job.timeout)
         except TimeoutError as error:
@@ -213,6 +214,17 @@ def one_thread(minidist: Any) -> Iterator[None]:
         yield
     finally:
         minidist.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def one_data_set(minidist: Any) -> Iterator[None]:
+    """load_dataset reads a data set once: a copy for each of many ranks would fill the memory."""
+    before = minidist.load_dataset
+    minidist.load_dataset = functools.cache(before)
+    try:
+        yield
+    finally:
+        minidist.load_dataset = before
 
 
 # ---- what is told at the end ----------------------------------------------------------------
