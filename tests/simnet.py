@@ -48,6 +48,7 @@ class Path:
     """One direction of a link, with its state."""
     faults: Faults
     random: random.Random
+    overhead: int = OVERHEAD        # bytes on the wire besides those handed in
     count: int = 0
     busy: float = 0.0               # when the rate will have sent what waits
     stats: Counter = field(default_factory=Counter)
@@ -62,8 +63,8 @@ class Path:
         if self.trace is not None:
             self.trace.append(data)
         chance = self.random.random
-        wire = len(data) + OVERHEAD
-        if (index in faults.drop or wire - OVERHEAD > faults.mtu or chance() < faults.loss
+        wire = len(data) + self.overhead
+        if (index in faults.drop or len(data) > faults.mtu or chance() < faults.loss
                 or any(start <= now < stop for start, stop in faults.blackholes)):
             self.stats["lost"] += 1
             return []
@@ -97,6 +98,7 @@ class Network:
         self.order = 0
         self.hosts: dict[Any, Host] = {}
         self.paths: dict[tuple[Any, Any], Path] = {}
+        self.coalesce = 0.0         # s until a host looks at what came, as network cards do it
 
     def at(self, time: float, call: Callable, *args: Any) -> None:
         self.order += 1
@@ -157,12 +159,17 @@ class Host:
     def __init__(self, network: Network, address: Any, machine: Any, clock: float = 0.0):
         self.network, self.address, self.machine, self.clock = network, address, machine, clock
         self.alive, self.timer, self.woken = True, inf, (0.0, 0)
+        self.looks = False                          # soon, at what came
         self.on_wake: Callable[[], None] | None = None      # the layer above, if any
 
     def receive(self, data: bytes, source: Any) -> None:
         if self.alive:
             self.machine.receive(memoryview(data), source, self.now)
-            self.wake()
+            if not self.network.coalesce:
+                self.wake()
+            elif not self.looks:
+                self.looks = True
+                self.network.at(self.network.now + self.network.coalesce, self.wake)
 
     @property
     def now(self) -> float:
@@ -170,6 +177,7 @@ class Host:
 
     def wake(self) -> None:
         """Let the layer above and the machine do what they can now."""
+        self.looks = False
         if not self.alive:
             return
         now = self.now

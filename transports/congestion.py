@@ -71,8 +71,9 @@ class Controller:
     def on_acked(self, now: float, acked: Acked) -> None:
         """Packets arrived."""
 
-    def on_lost(self, now: float, sent: float, persistent: bool) -> None:
-        """Packets were lost, the latest of them sent at `sent`."""
+    def on_lost(self, now: float, sent: float, length: int, persistent: bool) -> None:
+        """So many bytes were lost, the latest of them sent at `sent`; persistent: nothing
+        passed for a long time (RFC 9002, 7.6)."""
 
     def on_spurious(self, sent: float) -> None:
         """A packet that was sent at `sent` and declared lost had arrived after all."""
@@ -95,7 +96,7 @@ class NewReno(Controller):
             self.window += arrived if slow else self.size * arrived / self.window
         self.rate = PACING * self.window / self.rtt.smoothed
 
-    def on_lost(self, now: float, sent: float, persistent: bool) -> None:
+    def on_lost(self, now: float, sent: float, length: int, persistent: bool) -> None:
         if sent > self.recovery:
             self.undo = (self.window, self.threshold, self.recovery)
             self.recovery = now
@@ -112,62 +113,129 @@ class NewReno(Controller):
 
 
 class DeliveryRate(Controller):
-    """Sends as fast as packets were seen to arrive (the idea of BBR, by Cardwell
-    and others, 2016). Loss alone says nothing: a noisy link loses packets too.
+    """CUBIC (RFC 9438) that looks at the path before it believes a loss.
 
-    bandwidth = the best rate of the last ten round trips, floor = the least
-    round-trip time; their product is what the path holds without a queue. Now
-    and then it sends a quarter faster (is there more?), then slower (let the
-    queue go), and every ten seconds it nearly stops to see the floor again.
+    bandwidth = the best delivery rate of the last ten round trips, floor = the
+    least round-trip time of ten seconds. When a packet is lost while every answer
+    comes later than the floor, a full queue dropped it: this flow makes room by
+    30 %, as CUBIC does, but stays at what fills the path, bandwidth * floor. When
+    one is lost without a queue, that is noise, and to make room would help nobody.
+    (More than a fifth lost is no noise, whatever the delay.)
+
+    The start is BBR's (Cardwell and others, 2016): faster and faster, whatever
+    gets lost, until packets no longer arrive faster. So is the look at the floor:
+    who saw no empty queue for ten seconds nearly stops for a moment.
     """
-    STARTUP, CYCLE = 2.885, (1.25, 0.75, 1, 1, 1, 1, 1, 1)      # 2.885 = 2 / ln 2
-    ROUNDS, GROWTH, FLAT = 10, 1.25, 3          # startup ends after 3 rounds below +25 %
+    STARTUP, GROWTH, FLAT = 2.885, 1.25, 3      # 2 / ln 2; ends after 3 rounds below +25 %
+    ROUNDS = 10                                 # that a sample of the bandwidth is good for
+    KEEP, STEEP = 0.7, 0.4                      # beta and C of RFC 9438
+    FRIENDLY = 3 * (1 - KEEP) / (1 + KEEP)      # packets a round trip: Reno's growth (its 4.3)
+    QUEUE = 1 / 8                               # of the floor: answers so much later have queued
+    NOISE = 1 / 5                               # of the bytes
     FLOOR_LIFE, FLOOR_PROBE = 10.0, 0.2         # s
     QUANTUM = 0.001                             # s of sending that timers may bunch up
 
     def __init__(self, rtt: Rtt):
         super().__init__(rtt)
+        self.floor, self.floor_time, self.probing = inf, 0.0, -inf
+        self.least = [inf, inf]                 # round-trip times: of this round, the last one
+        self.noise, self.arrived, self.lost = 0.0, 0, 0     # share lost; bytes of this round
+        self.told = self.epoch = 0.0            # time of the last news; when `top` was left
+        self.fair = self.top = self.window      # the window, unless it looks at the floor
+        self.recovery = -inf
+        self.undo = (self.fair, self.top, self.epoch, self.recovery)
+        self._start()
+
+    def _start(self) -> None:
+        self.starting, self.rounds = True, 0
         self.best = [0.0] * self.ROUNDS
-        self.rounds = 0
-        self.state = "startup"
-        self.full, self.flat = 0.0, 0
-        self.floor, self.floor_time = inf, 0.0
-        self.phase, self.until = 0, 0.0         # place in the cycle; when its part ends
+        self.full, self.flat = 0.0, 0           # bandwidth; rounds that it has not grown for
+
+    @property
+    def bandwidth(self) -> float:
+        return max(self.best)
+
+    @property
+    def quantum(self) -> float:
+        return min(64e3, self.bandwidth * self.QUANTUM)
+
+    @property
+    def queued(self) -> bool:
+        """Not one answer of a whole round trip came as quickly as the path allows."""
+        return min(self.least) > (1 + self.QUEUE) * self.floor + self.QUANTUM
 
     def on_acked(self, now: float, acked: Acked) -> None:
-        bandwidth = max(self.best)
-        useful = acked.rate > bandwidth or acked.rate > 0 and not acked.limited
-        if useful:
+        arrived = sum(run.length for run in acked.runs)
+        self._measure(now, acked, arrived)
+        if self.starting:
+            self.fair = max(2 * self.bandwidth * self.floor + 3 * self.quantum,
+                            INITIAL_PACKETS * self.size)
+            if self.flat >= self.FLAT or self.flat and self.queued:
+                self._cruise(now)
+        elif acked.limited:                     # an idle window proves nothing, nor does its time
+            self.epoch += now - self.told
+        else:
+            bend = ((1 - self.KEEP) * self.top / self.size / self.STEEP) ** (1 / 3)
+            since = now - self.epoch + self.rtt.smoothed
+            cubic = self.top + self.size * self.STEEP * (since - bend) ** 3
+            growth = max(self.FRIENDLY * self.size, min(cubic - self.fair, self.fair / 2))
+            self.fair += growth * arrived / self.fair
+        self.told = now
+        self._set(now)
+
+    def _measure(self, now: float, acked: Acked, arrived: int) -> None:
+        if acked.rate > 0 and (acked.rate > self.bandwidth or not acked.limited):
             self.rounds += acked.round
             slot = self.rounds % self.ROUNDS
             self.best[slot] = max(acked.rate, 0 if acked.round else self.best[slot])
-            bandwidth = max(self.best)
+            if acked.round:
+                self.flat = self.flat + 1 if self.bandwidth < self.GROWTH * self.full else 0
+                self.full = self.full if self.flat else self.bandwidth
         stale = now > self.floor_time + self.FLOOR_LIFE
         if self.rtt.latest <= self.floor or stale:
             self.floor, self.floor_time = self.rtt.latest, now
-        held = bandwidth * self.floor
-        if self.state == "startup":
-            bandwidth = max(bandwidth, INITIAL_PACKETS * self.size / self.rtt.smoothed)
-            if useful and acked.round:
-                self.flat = self.flat + 1 if bandwidth < self.GROWTH * self.full else 0
-                self.full = self.full if self.flat else bandwidth
-            if self.flat == self.FLAT:
-                self.state = "drain"
-        elif stale and not acked.limited:        # (an idle path shows it by itself)
-            self.state, self.until = "floor", now + self.FLOOR_PROBE
-        elif self.state == "drain" and acked.in_flight <= held:
-            self.state, self.phase, self.until = "cruise", 2, now + self.floor
-        elif self.state != "drain" and now >= self.until:
-            self.state, self.phase = "cruise", (self.phase + 1) % len(self.CYCLE)
-            self.until = now + self.floor
-        gain = {"startup": self.STARTUP, "drain": 1 / self.STARTUP, "floor": 1.0}.get(
-            self.state, self.CYCLE[self.phase])
-        self.rate = gain * bandwidth
-        room = held / 2 if self.state == "floor" else \
-            max(gain, 2) * held + 3 * min(64e3, bandwidth * self.QUANTUM)
-        self.window = max(room, 4 * self.size)
-        if self.state == "startup":
-            self.window = max(self.window, INITIAL_PACKETS * self.size)
+            if stale and not acked.limited:     # (an idle path shows it by itself)
+                self.probing = now + self.FLOOR_PROBE
+        self.least[0] = min(self.least[0], self.rtt.latest)
+        self.arrived += arrived
+        if acked.round:
+            self.least = [inf, self.least[0]]
+            share = self.lost / max(1, self.lost + self.arrived)
+            self.noise += (share - self.noise) / 8
+            self.arrived = self.lost = 0
+
+    def _cruise(self, now: float) -> None:
+        self.starting = False
+        self.fair = self.top = self.bandwidth * self.floor + self.quantum
+        self.epoch = self.recovery = now
+
+    def _set(self, now: float) -> None:
+        looks = now < self.probing
+        self.window = max(self.bandwidth * self.floor / 2 if looks else self.fair, 4 * self.size)
+        if self.starting:
+            self.rate = self.STARTUP * max(
+                self.bandwidth, INITIAL_PACKETS * self.size / self.rtt.smoothed)
+        else:
+            self.rate = PACING * self.window / self.rtt.smoothed
+
+    def on_lost(self, now: float, sent: float, length: int, persistent: bool) -> None:
+        self.lost += length
+        if persistent:                          # nothing passes: it is another path afterwards
+            self._start()
+        elif sent > self.recovery and (self.queued or self.noise > self.NOISE):
+            if self.starting:
+                self._cruise(now)
+            else:
+                self.undo = (self.fair, self.top, self.epoch, self.recovery)
+                self.top, self.epoch, self.recovery = self.fair, now, now
+                self.fair = min(self.fair, max(self.KEEP * self.fair,
+                                               self.bandwidth * self.floor))
+        self._set(now)
+
+    def on_spurious(self, sent: float) -> None:
+        fair, _, _, recovery = self.undo
+        if recovery < sent <= self.recovery and fair > self.fair:
+            self.fair, self.top, self.epoch, self.recovery = self.undo
 
 
 CONTROLLERS: dict[str, type[Controller]] = {"rate": DeliveryRate, "newreno": NewReno}

@@ -41,6 +41,7 @@ LADDER = (1452,)                # sizes to try beyond: Ethernet less IPv6, UDP, 
 SIZE_TRIES = 3                  # probes of one size before giving up (RFC 8899, 5.1.2)
 SIZE_AGAIN = 600.0              # s until larger sizes are tried again (RFC 8899, 5.1.1)
 SIZE_REST = 60.0                # s, when the path carried them and then did not (section 10.9)
+SWALLOWED = 10                  # larger ones lost in a row while smaller ones pass (ours)
 WINDOW = 4 << 20                # bytes granted: 1 Gbit/s over 32 ms (quinn grants 1.25 MB)
 UPDATE = 1 / 4                  # grant again when so much of it was read (quic-go)
 ISLANDS = 1000                  # gaps in the stream that are kept track of (quic-go)
@@ -105,11 +106,10 @@ class Connection:
         self.flight, self.lost = Flight(), Flight()
         self.largest_acked = -1
         self.rtt = Rtt()
-        self.controller = endpoint.controller(self.rtt)
         self.packet_threshold, self.reordering = PACKET_THRESHOLD, 0.0
         self.loss_time, self.asked_time, self.acked_sent = inf, now, -inf
         self.doublings, self.probes = 0, 0
-        self.pace = now                             # when the next packet may leave
+        self.pace = -inf                            # when the next packet may leave
         self.delivered, self.delivered_time, self.delivered_sent = 0, now, now
         self.round_end, self.limited_until = 0, -1
         # the stream out: [0, acked) is gone, up to `sent` it was sent, to `written` it is kept
@@ -127,6 +127,7 @@ class Connection:
         self.grant_due = self.ping_due = self.close_due = False
         # sizes
         self.size, self.rung, self.tries, self.size_at = wire.BASE_SIZE, 0, 0, now
+        self.large_acked, self.swallowed = -1, 0    # packets larger than the base size
         # the end
         self.closing = self.ended = False           # we want it; the peer has ended
         self.code, self.reason = wire.NO_ERROR, ""
@@ -306,6 +307,8 @@ class Connection:
 
     def _on_delivered(self, run: Run) -> None:
         if run.kind == wire.STREAM:
+            if run.size + self.overhead > wire.BASE_SIZE:
+                self.large_acked, self.swallowed = max(self.large_acked, run.stop - 1), 0
             self.delivered += run.length
             self.acked.add(run.offset, run.offset + run.length)
             self.resend.remove(run.offset, run.offset + run.length)
@@ -352,6 +355,11 @@ class Connection:
             self.grant_due |= run.kind == wire.GRANT
             if run.kind == wire.PING and run.size > self.size:
                 self.size_at = now                  # try again, at most SIZE_TRIES times
+            if run.kind == wire.STREAM and run.first > self.large_acked and \
+                    run.size + self.overhead > wire.BASE_SIZE:
+                self.swallowed += run.length // run.size
+        if self.swallowed >= SWALLOWED and self.size > wire.BASE_SIZE:
+            self._set_size(wire.BASE_SIZE, 0, now + SIZE_REST)
         old = now - 2 * self.rtt.timeout() - self.rtt.smoothed
         while self.lost.runs and self.lost.runs[0].time < old:
             self.lost.take(0, self.lost.runs[0].stop)
@@ -361,7 +369,7 @@ class Connection:
                 (run.time for run in newly), default=inf)]
             persistent = self.acked_sent > -inf and bool(between) and \
                 between[-1] - between[0] > PERSISTENT * self.rtt.timeout()
-            self.controller.on_lost(now, stream[-1], persistent)
+            self.controller.on_lost(now, stream[-1], sum(run.length for run in lost), persistent)
 
     def _on_close(self, now: float, code: int, reason: str) -> None:
         """Answered with our own, which stops the peer from repeating it."""
@@ -389,9 +397,9 @@ class Connection:
             ours, theirs = self.endpoint.data_seals(self.nonce, hello[2])
             if theirs.opens(data):                  # made by the key, for this very nonce
                 self._up(hello, (ours, theirs), now)
-                self._open()
                 if self.interval == 2 * RETRY_FIRST:        # asked once: this is the answer to it
                     self.rtt.sample(now - (self.again - RETRY_FIRST), 0.0)
+                self._open()
                 self.ping_due = True                # so that they see that we have the keys
                 return
             self.stats["dropped"] += 1
@@ -405,12 +413,13 @@ class Connection:
 
     def _up(self, hello: tuple, seals: tuple[Seal, Seal], now: float) -> None:
         self.peer_id, self.peer_incarnation, _, self.credit = hello
-        self.seals = seals
-        self.heard = self.asked_time = self.pace = now
+        self.seals, self.overhead = seals, wire.HEADER.size + seals[0].size
+        self.heard = self.asked_time = now
         self.due = 0.0
 
     def _open(self) -> None:
         self.state, self.limit = OPEN, inf
+        self.controller = self.endpoint.controller(self.rtt)
         self.out, self.into = Ring(self.endpoint.window), Ring(self.endpoint.window)
 
     # -- what leaves
@@ -498,7 +507,7 @@ class Connection:
     def _set_size(self, size: int, rung: int, again: float) -> None:
         """Datagrams have this size from now on; try the next rung of the ladder `again`."""
         self.size = self.controller.size = size
-        self.rung, self.tries, self.size_at = rung, 0, again
+        self.rung, self.tries, self.size_at, self.swallowed = rung, 0, again, 0
         self.due = 0.0
 
     def _send(self, now: float) -> Iterator[list[bytes]]:
@@ -512,7 +521,7 @@ class Connection:
             self._remember(wire.PING, now, self.number - 1)
             yield [packet]
         while True:
-            payload = self.size - wire.HEAD.size - wire.OFFSET.size - self.seals[0].size
+            payload = (wire.BASE_SIZE if self.probes else self.size) - self.overhead
             pending = bool(self.resend.starts) or self.sent < min(self.written, self.credit)
             room = int(self.controller.window - self.flight.bytes) // payload
             waits = pending and room > 0            # for nothing but its turn

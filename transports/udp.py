@@ -158,6 +158,7 @@ class UdpDriver(Driver):
                     segment = int.from_bytes(extra[0][2][:2], sys.byteorder) if extra else 0
                 else:
                     size, address = self.socket.recvfrom_into(self.buffer)
+                now = time.monotonic()          # read late it would make round trips too short
                 self.endpoint.receive(self.buffer[:size], address, now, segment)
         except (BlockingIOError, ConnectionError):      # all read; or an ICMP message: no matter
             pass
