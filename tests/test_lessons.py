@@ -1,0 +1,339 @@
+"""tutorials/strategies: each says what it prints; each is found by its name and resumes exactly;
+compressors against their published formulas, strategies and split models against independent
+loops of theirs."""
+import re
+import zlib
+
+import numpy as np
+import pytest
+
+import minidist as md
+from memory import cluster, on_ranks, run
+from test_downpour import gradient
+from test_strategies import RANKS, STEPS, Vector, assert_equal, parameters, sgd, trained
+from test_tutorials import ROOT, assert_printed
+from test_tutorials import run as run_script
+
+dist = md.distributed
+FOLDER = ROOT / "tutorials" / "strategies"
+LESSONS = sorted(path for path in FOLDER.glob("*.py") if path.stem != "__init__")
+COMPRESSORS = ["qsgd", "terngrad", "onebit", "ef_signsgd", "signsgd", "topk", "dgc", "powersgd"]
+GATHERED = COMPRESSORS[:-1]                 # all but one sum what ranks have decoded
+
+
+def compressor(name, *args, **options):
+    return md.plugin(name, dist.Compressor)(*args, **options)
+
+
+def sent(c, x, name="w"):
+    """The tensor as it arrives."""
+    return c.unpack(c.pack({name: x}), x.size, x.dtype)
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda path: path.stem)
+def test_lesson_prints_what_it_says(lesson, tmp_path):
+    source = lesson.read_text(encoding="utf-8")
+    lines = [line[3:] for line in re.findall(r"^ *(#> .*)$", source, re.M)]
+    assert len(lines) >= 3
+    assert_printed(run_script(str(lesson), cwd=tmp_path), lines)
+    assert max(map(len, source.splitlines())) <= 100
+
+
+def test_lessons_use_the_public_api_alone():
+    for lesson in LESSONS:
+        source = lesson.read_text(encoding="utf-8")
+        assert not re.search(r"\b(md|dist|nn|train|model|group)(\.\w+)*\._[a-z]", source), lesson
+        assert "minidist_transports" not in source, lesson
+
+
+def test_the_table_has_every_lesson():
+    table = (FOLDER / "README.md").read_text(encoding="utf-8")
+    for lesson in LESSONS:
+        assert f"[{lesson.name}]({lesson.name})" in table
+
+
+# ---- compressors -----------------------------------------------------------------
+
+def vector(n=300, seed=0, dtype=np.float64):
+    return np.random.default_rng(seed).standard_normal(n).astype(dtype)
+
+
+def test_qsgd_is_its_formula():
+    """Alistarh et al. 2017, section 3: |v| sgn(v_i) xi_i, where xi_i is l/s or (l+1)/s."""
+    for dtype in (np.float32, np.float64):
+        v = vector(dtype=dtype)
+        for s in (1, 4, 7, 127):
+            found = sent(compressor("qsgd", s), v).astype(float)
+            for start in range(0, 300, 128):
+                part, got = v[start : start + 128], found[start : start + 128]
+                norm = np.sqrt(sum(float(x) ** 2 for x in part))
+                level = np.abs(got) * s / norm
+                np.testing.assert_allclose(level, level.round(), atol=1e-4)
+                low = np.floor(np.abs(part.astype(float)) * s / norm)
+                assert set((level.round() - low).astype(int)) <= {0, 1}
+                assert (got * part >= 0).all()
+
+
+def test_terngrad_is_its_formula():
+    """Wen et al. 2017, equations 1 to 3 and 13: s sign(v) b, where v is clipped at 2.5 sigma."""
+    v = vector(2000)
+    bound = 2.5 * np.sqrt(((v - v.mean()) ** 2).mean())
+    found = sent(compressor("terngrad"), v)
+    scale = np.abs(np.clip(v, -bound, bound)).max()
+    assert set(np.abs(found)) == {0.0, scale}
+    assert (np.sign(found) * np.sign(v) >= 0).all()
+
+
+@pytest.mark.parametrize("name", ["qsgd", "terngrad"])
+def test_what_is_unbiased_is(name):
+    """The mean of many encodings lies within 5 standard errors of the number, for each of 200."""
+    v = np.clip(vector(200), -2, 2)         # nothing for TernGrad to clip
+    c, times = compressor(name), 2000
+    many = np.array([sent(c, v) for _ in range(times)])
+    error = np.abs(many.mean(axis=0) - v)
+    assert (error <= 5 * many.std(axis=0) / times ** 0.5 + 1e-9).all()
+    assert many.std(axis=0).max() > 0.1     # it is random
+
+
+@pytest.mark.parametrize("name", ["qsgd", "terngrad"])
+def test_ranks_draw_different_numbers(name):
+    a, b = vector(seed=1), vector(seed=1)
+    assert (sent(compressor(name), a) == sent(compressor(name), b)).all()  # one seed, one run
+    b[0] += 1e-12
+    assert (sent(compressor(name), a) != sent(compressor(name), b)).any()
+
+
+def onebit(p):
+    low, high = p[p < 0], p[p >= 0]
+    return np.where(p < 0, sum(low) / max(len(low), 1), sum(high) / max(len(high), 1))
+
+
+def signs(p):
+    return sum(abs(p)) / len(p) * np.where(p < 0, -1, 1)
+
+
+def largest(p):
+    out = np.zeros_like(p)
+    for i in sorted(range(len(p)), key=lambda i: -abs(p[i]))[:round(0.1 * len(p))]:
+        out[i] = p[i]
+    return out
+
+
+FEEDBACK = {"onebit": ({}, onebit), "ef_signsgd": ({}, signs), "topk": ({"ratio": 0.1}, largest)}
+
+
+@pytest.mark.parametrize("name", FEEDBACK)
+def test_error_feedback_is_its_formula(name):
+    """p = g + r; what arrives is C(p); r = p - C(p)."""
+    options, formula = FEEDBACK[name]
+    c, plain = compressor(name, **options), compressor(name, feedback=False, **options)
+    residual = np.zeros(60)
+    for step in range(50):
+        g = vector(60, step)
+        expected = formula(g + residual)
+        residual = g + residual - expected
+        np.testing.assert_allclose(sent(c, g), expected, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(sent(plain, g), formula(g), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(c.memory["w"], residual, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", FEEDBACK)
+def test_error_feedback_converges_where_the_plain_form_does_not(name):
+    """Two ranks disagree about parameter 0 by 10, and agree about the others by a little."""
+    places = np.array([[11.0, 2, 4], [-9.0, 2, 2]])
+    ends = {}
+    for feedback in (False, True):
+        options = {"ratio": 0.34} if name == "topk" else {}
+        ranks = [compressor(name, feedback=feedback, **options) for _ in places]
+        w = np.array([0.3, 0.2, -0.1])
+        for step in range(2000):
+            w -= 0.01 / (1 + step / 500) * sum(sent(c, w - p) for c, p in zip(ranks, places))
+        ends[feedback] = np.abs(w - [1, 2, 3]).max()
+    assert ends[True] < 0.05 and ends[False] > 0.2
+
+
+def test_signsgd_is_the_majority():
+    """Bernstein et al. 2018, algorithm 1: sign(sum_i sign(g_i))."""
+    def rank(group):
+        named = {"w": md.tensor(vector(9, group.rank)), "b": md.tensor(
+            np.zeros(2) if group.rank == 1 else vector(2, 7 + group.rank))}
+        flat = md.FlatVector(named).adopt()
+        compressor("signsgd").sum(group, flat)
+        return flat.data
+    w = np.sign(sum(np.sign(vector(9, i)) for i in range(3)))
+    b = np.sign(np.sign(vector(2, 7)) + np.sign(vector(2, 9)))     # rank 1 abstains
+    for found in on_ranks(3, rank):
+        np.testing.assert_array_equal(found, [*w, *b])
+
+
+def dgc_steps(gradients, ratio, momentum=0.9):
+    """Lin et al. 2018, algorithms 1 and 2, for tensors that are their own sample; the loop of ten
+    as in dgc.py of GRACE."""
+    u, v = np.zeros((2, len(gradients[0])))
+    for g in gradients:
+        u = momentum * u + g
+        v = v + u
+        n = len(v)
+        threshold = sorted(abs(v))[-max(int(n * ratio), 1)]
+        for _ in range(10):
+            count = sum(abs(v) >= threshold)
+            if count > max(1.3 * n * ratio, 1):
+                threshold *= 1.3
+            elif count < 0.7 * n * ratio:
+                threshold *= 0.7
+        mask = abs(v) >= threshold
+        yield np.where(mask, v, 0)
+        u, v = np.where(mask, 0, u), np.where(mask, 0, v)
+
+
+@pytest.mark.parametrize("steps, ratio, options", [
+    (50, 0.001, {"warmup": 0}), (50, 0.25, {"warmup": 100}), (50, 0.25, {"warmup": 50})])
+def test_dgc_is_its_algorithm(steps, ratio, options):
+    gradients = [vector(200, i) for i in range(steps)]
+    c = compressor("dgc", **options)
+    for g, expected in zip(gradients, dgc_steps(gradients, ratio)):
+        np.testing.assert_allclose(sent(c, g), expected, rtol=0, atol=1e-12)
+
+
+def test_dgc_warms_up_samples_and_clips():
+    c = compressor("dgc", warmup=1)
+    for ratio in (0.25, 0.0625, 0.015625, 0.004, 0.001, 0.001):
+        count = np.count_nonzero(sent(c, vector(50_000, dtype=np.float32)))
+        assert 0.6 * ratio < count / 50_000 < 1.4 * ratio
+    clipped = compressor("dgc", clip=1.0, warmup=10)
+    g = {"a": vector(8), "b": vector(8, 1)}
+    clipped.pack(g)
+    norm = np.sqrt(sum((x * x).sum() for x in g.values()))
+    for name, x in g.items():               # what was not sent is still there
+        u = clipped.memory[name][0]
+        np.testing.assert_allclose(u[u != 0], (x / norm)[u != 0], rtol=0, atol=1e-12)
+    assert not sent(compressor("dgc"), np.zeros(5)).any()
+
+
+def test_powersgd_is_its_algorithm():
+    """Vogels et al. 2019, algorithms 1 and 2, over 50 steps on 3 ranks: the matrices' parts of a
+    mean, here summed; feedback on each rank, of what its own part misses."""
+    shape, r = (12, 9), 2
+
+    def low_rank(step, rank):
+        left, right = vector(24, rank).reshape(12, 2), vector(18, 9).reshape(2, 9)
+        return left @ right + 0.1 * vector(108, 100 * step + rank).reshape(shape)
+
+    def rank(group):
+        c = compressor("powersgd", r)
+        flat = md.FlatVector({"w": md.zeros(*shape, dtype=md.float64),
+                              "b": md.zeros(3, dtype=md.float64)})
+        found = []
+        for step in range(STEPS):
+            flat.views[0][...] = low_rank(step, group.rank)
+            flat.views[1][...] = group.rank
+            c.sum(group, flat)
+            found.append(flat.data.copy())
+        return found, c.memory["w"], c.before, c.after
+    results = on_ranks(RANKS, rank)
+
+    q = np.random.default_rng(zlib.crc32(b"w")).standard_normal((9, r))
+    e = [np.zeros(shape) for _ in range(RANKS)]
+    for step in range(STEPS):
+        delta = [low_rank(step, i) + e[i] for i in range(RANKS)]
+        p = sum(d @ q for d in delta)
+        for j in range(r):                  # Gram-Schmidt
+            for k in range(j):
+                p[:, j] -= (p[:, k] @ p[:, j]) * p[:, k]
+            p[:, j] /= np.sqrt(p[:, j] @ p[:, j])
+        parts = [d.T @ p for d in delta]
+        e = [d - p @ part.T for d, part in zip(delta, parts)]
+        q = sum(parts)
+        for found, *_ in results:
+            np.testing.assert_allclose(found[step][:108], (p @ q.T).ravel(), rtol=0, atol=1e-12)
+            np.testing.assert_array_equal(found[step][108:], 3)
+    for i, (_, residual, before, after) in enumerate(results):
+        np.testing.assert_allclose(residual, e[i], rtol=1e-12, atol=1e-11)
+        assert (before, after) == (STEPS * 8 * 111, STEPS * 8 * (2 * (12 + 9) + 3))
+    assert len({np.array(found).tobytes() for found, *_ in results}) == 1
+
+
+BITS = {"qsgd": 4 + 64 / 128, "terngrad": 2, "onebit": 1, "ef_signsgd": 1, "signsgd": 1,
+        "topk": 0.01 * 96}
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_bytes_are_counted_before_and_after(name):
+    c = compressor(name)
+    data = c.pack({"w": vector(12_800)})
+    assert (c.before, c.after) == (8 * 12_800, data.size - 16)
+    assert 8 * c.after / 12_800 == pytest.approx(BITS[name], abs=0.02)
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_bytes_that_cannot_be_right_are_refused(name):
+    data = compressor(name).pack({"w": vector(50)})
+    c = compressor(name)
+    for wrong in (data[:-1], np.append(data, np.uint8(0)), data[:20]):
+        with pytest.raises(ValueError):
+            c.unpack(wrong, 50, np.float64)
+    rng, bad = np.random.default_rng(0), 0
+    for _ in range(200):
+        noise = data.copy()
+        noise[rng.integers(16, len(noise), 3)] = rng.integers(0, 256, 3)
+        try:
+            assert c.unpack(noise, 50, np.float64).shape == (50,)
+        except ValueError:
+            bad += 1
+    assert bad > 50 or name not in ("topk", "dgc")      # indices beyond the end
+
+
+def fit(group, name, steps=12, state=None, stop=0):
+    """Learn a small layer with the compressor, perhaps going on from a state."""
+    md.manual_seed(0)
+    model = md.nn.Sequential(md.nn.Linear(20, 16), md.nn.Tanh(), md.nn.Linear(16, 4)).double()
+    train = dist.Synchronous(model, sgd(model), group, compress=name)
+    if state:
+        model.load_state_dict(state["model"])
+        train.load_state_dict(state["train"])
+    for step in range(train.steps, steps):
+        x = md.tensor(np.random.default_rng([step, group.rank]).standard_normal((8, 20)))
+        train.zero_grad()
+        md.nn.functional.cross_entropy(model(x), (x[:, :4]).argmax(1)).backward()
+        train.step()
+        if train.steps == stop:
+            return {"model": model.state_dict(), "train": train.state_dict()}
+    return md.nn.utils.parameters_to_vector(model.parameters()).detach().numpy().copy()
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_residuals_travel_in_the_checkpoint(name, tmp_path):
+    def resumed(group):
+        state = fit(group, name, stop=5)
+        if group.rank == 0:
+            md.save(state, tmp_path / "state")
+        group.barrier()
+        return fit(group, name, state=md.load(tmp_path / "state"))
+    never, again = on_ranks(3, lambda group: fit(group, name)), on_ranks(3, resumed)
+    assert len({w.tobytes() for w in never + again}) == 1       # equal replicas, equal runs
+    assert not np.allclose(never[0], on_ranks(3, lambda group: fit(group, None))[0])
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_servers_decode_what_workers_encode(name):
+    """Through a server that knows the compressor by its name alone."""
+    def node(transport):
+        if transport.node == 1:
+            return md.serve(transport, md.ParameterServer(1))
+        model = Vector(parameters())
+        train = dist.Downpour(model, sgd(model), group=dist.ProcessGroup(transport, 1),
+                              compress=name)
+        return trained(train, 0, 20, finish=True)
+    with cluster(1, 1) as nodes:
+        found = run(nodes, node)[0]
+    c, w = compressor(name), parameters()
+    for step in range(20):
+        w = w - 0.05 * sent(c, gradient(w, 0, step))
+    assert_equal([found], [w])
+
+
+def test_powersgd_and_servers_do_not_go_together():
+    model = Vector(parameters())
+    train = dist.Downpour(model, sgd(model), compress="powersgd")
+    with pytest.raises(TypeError, match="not with parameter servers"):
+        trained(train, 0, 1)
