@@ -7097,6 +7097,8 @@ class Resumable:
     group: Any
     lockstep = True  # does every step need every rank? If not, the loss of one stops nobody
     drifts = False  # do replicas differ between steps?
+    adds_up = False  # does each rank's step count whole, instead of by its share of the batch?
+    lost: Any = frozenset()  # the ranks that are gone
     steps = epoch = 0
     finish: Callable
     own_state: Callable
@@ -7171,6 +7173,11 @@ class Resumable:
 
     # Keeping.
 
+    @property
+    def leads(self) -> bool:
+        """Does this rank write files and reports? Rank 0 does, or the first that is left."""
+        return self.group.rank == min(set(range(self.group.size)) - self.lost)
+
     def _rank_state(self) -> dict[str, Any]:
         """What is this rank's own."""
         return {"rng": get_rng_state(), "epoch_rng": self._epoch_rng, "loops": self._loops,
@@ -7197,12 +7204,12 @@ class Resumable:
         if ending and not self.lockstep:
             self.finish()
         if self._path and (ending or epoch_ends or self._every and self.steps % self._every == 0):
-            if self.lockstep or self.group.rank == 0:
+            if self.lockstep or self.leads:
                 ranks = self._all_ranks(self._rank_state())
-            if self.group.rank == 0:
+            if self.leads:
                 save(self._run_state(ranks), self._path)
         if ending:
-            if self.group.rank == 0 and self._path:
+            if self.leads and self._path:
                 print(f"minidist: SIGTERM: ended after step {self.steps}; {self._path} has the "
                       "state to go on from", file=sys.stderr)
             raise SystemExit(0)
@@ -7494,6 +7501,8 @@ def plugin(name: str, kind: Any) -> Any:
     path, colon, wanted = name.rpartition(":")
     if colon:
         spec: Any = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
+        if spec is None:
+            raise ValueError(f"{name!r} is not path/to/file.py:Class")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         found = getattr(module, wanted, None)
@@ -7952,8 +7961,8 @@ class AdaptiveBatch:
 
 
 class LocalSGD(Strategy):
-    """Each rank makes H steps of its own; then all replicas become their mean (Stich 2019). That
-    takes a H-th of the messages; the price is that replicas wander apart in between.
+    """Each rank makes `sync_every` steps of its own; then all replicas become their mean (Stich
+    2019). So many times fewer messages; the price is that replicas wander apart in between.
 
     Written as one step of an outer optimizer on the parameters of the last meeting, with what the
     ranks have moved since, in the mean, as its gradient. Plain averaging is SGD(lr=1). Inner
@@ -7962,12 +7971,12 @@ class LocalSGD(Strategy):
     name, drifts = "local", True
     outer: dict[str, Any] = {"lr": 1.0}
 
-    def __init__(self, model: Any, optimizer: Any, H: int = 8, *, compress: Any = None,
+    def __init__(self, model: Any, optimizer: Any, sync_every: int = 8, *, compress: Any = None,
                  group: ProcessGroup | None = None) -> None:
         super().__init__(model, optimizer, group, compress)
-        if H < 1:
-            raise ValueError(f"H={H}: it counts steps, from 1")
-        self.H = H
+        if sync_every < 1:
+            raise ValueError(f"sync_every={sync_every}: it counts steps, from 1")
+        self.sync_every = sync_every
         self._weights = self.in_one_vector()
         self._moved = FlatVector(dict(zip(self._weights.names, self._weights.tensors)),
                                  self.group.size)
@@ -7979,7 +7988,7 @@ class LocalSGD(Strategy):
             self.optimizer.step()
         self._seen += self.samples
         self.steps += 1
-        if self.steps % self.H == 0:
+        if self.steps % self.sync_every == 0:
             self.meet()
 
     def meet(self) -> None:
@@ -8003,7 +8012,7 @@ class LocalSGD(Strategy):
         self._weights.changed("a meeting of all ranks")
 
     def finish(self) -> None:
-        if self.steps % self.H:
+        if self.steps % self.sync_every:
             self.meet()
         self.sync_buffers()
 
@@ -8018,15 +8027,15 @@ class LocalSGD(Strategy):
 
 class DiLoCo(LocalSGD):
     """Few meetings, far apart, with momentum over meetings (Douillard et al. 2023): the outer
-    optimizer is Nesterov's. The paper's inner one is AdamW, with H = 500."""
+    optimizer is Nesterov's. The paper's inner one is AdamW, with sync_every=500."""
 
     name = "diloco"
 
-    def __init__(self, model: Any, optimizer: Any, H: int = 500, outer_lr: float = 0.7,
+    def __init__(self, model: Any, optimizer: Any, sync_every: int = 500, outer_lr: float = 0.7,
                  outer_momentum: float = 0.9, *, compress: Any = None,
                  group: ProcessGroup | None = None) -> None:
         self.outer = {"lr": outer_lr, "momentum": outer_momentum, "nesterov": True}
-        super().__init__(model, optimizer, H, compress=compress, group=group)
+        super().__init__(model, optimizer, sync_every, compress=compress, group=group)
 
 
 def ring_graph(rank: int, size: int, step: int) -> tuple[list[int], list[int]]:
@@ -8103,7 +8112,7 @@ class Gossip(Strategy):
         # A wish to stop spreads as a number of steps, in which it will have reached everyone.
         left = min(self._left, group.size if self._stop else math.inf)
         for peer in to:
-            group.send(np.append(mine, left), peer, tag=self.steps % 2**32)
+            group.send(np.append(mine, mine.dtype.type(left)), peer, tag=self.steps % 2**32)
         arrived = np.empty((len(sources), mine.size + 1), mine.dtype)
         for peer, row in zip(sources, arrived):
             group.recv(row, peer, tag=self.steps % 2**32)
@@ -8608,7 +8617,7 @@ class Downpour(Strategy):
     some versions old; `staleness` counts how many. Buffers stay each worker's own. A worker that
     is lost stops nobody; a lost server ends training."""
 
-    name, lockstep = "downpour", False
+    name, lockstep, adds_up = "downpour", False, True
     elastic = False  # shall fetched parameters arrive in `fetched`, instead of in the model?
 
     def __init__(self, model: Any, optimizer: Any, n_push: int = 1, n_fetch: int = 1,
@@ -8757,34 +8766,35 @@ class Downpour(Strategy):
 
 
 class StaleSynchronous(Downpour):
-    """Bounded staleness (Ho et al. 2013): a worker may be at most s steps ahead of the slowest. It
-    waits if it would be more; so it computes on parameters that hold all updates up to s + 1 steps
-    ago, and its own. A step of all workers together is one on the mean over the whole batch: each
-    push counts by its share of the samples.
+    """Bounded staleness (Ho et al. 2013): a worker may be at most `bound` steps ahead of the
+    slowest. It waits if it would be more; so it computes on parameters that hold all updates up to
+    bound + 1 steps ago, and its own. A step of all workers together is one on the mean over the
+    whole batch: each push counts by its share of the samples.
 
-    s=0 is synchronous: servers gather the gradients of all workers, and their mean is one step,
+    bound=0 is synchronous: servers gather the gradients of all workers, and their mean is one step,
     with the bits of Synchronous. `backup=b` then takes the first N of N + b gradients and drops
     those that come too late (Chen et al. 2016), so that stragglers are not waited for."""
 
-    name = "ssp"
+    name, adds_up = "ssp", False
 
-    def __init__(self, model: Any, optimizer: Any, s: int = 3, backup: int = 0,
+    def __init__(self, model: Any, optimizer: Any, bound: int = 3, backup: int = 0,
                  rule: ServerSGD | None = None, group: ProcessGroup | None = None,
                  compress: Any = None) -> None:
-        self.s, self.backup = s, backup
-        if s < 0 or backup < 0 or (s and backup):
-            raise ValueError(f"s={s}, backup={backup}: both count from 0, and backup needs s=0")
+        self.bound, self.backup = bound, backup
+        if bound < 0 or backup < 0 or (bound and backup):
+            raise ValueError(f"bound={bound}, backup={backup}: both count from 0, and backup needs "
+                             "bound=0")
         super().__init__(model, optimizer, rule=rule, group=group, compress=compress)
         if backup >= self.group.size:
             raise ValueError(f"backup={backup}: of {self.group.size} workers at least one must "
                              "count")
 
     def settings(self) -> dict[str, float]:
-        return {"bound": self.s} if self.s else {"gather": self.group.size - self.backup}
+        return {"bound": self.bound} if self.bound else {"gather": self.group.size - self.backup}
 
     def gradient(self) -> np.ndarray:
         gradient = super().gradient()
-        if self.s:
+        if self.bound:
             gradient *= self.samples / self.batch
         return gradient
 
@@ -9115,13 +9125,15 @@ def train(flags: argparse.Namespace) -> None:
     loader = DataLoader(data, flags.batch_size, shuffle=True)
     model = MODELS[flags.model](images.shape[1:])
     optimizer = OPTIMIZERS[flags.optimizer][0](model.parameters(), **flags.options)
+    if flags.compress:
+        flags.strategy_options["compress"] = flags.compress
+    if issubclass(flags.kind, Downpour) and flags.optimizer != "sgd":
+        flags.strategy_options["rule"] = named(ServerSGD)[flags.optimizer](flags.options["lr"])
+    try:
+        strategy = flags.kind(model, optimizer, **flags.strategy_options)
+    except ValueError as error:
+        raise SystemExit(f"minidist train: error: --strategy {flags.strategy}: {error}") from None
     curve: list = []
-    strategy: Any
-    if flags.strategy == "downpour":
-        rule = named(ServerSGD)[flags.optimizer](flags.options["lr"])
-        strategy = Downpour(model, optimizer, flags.n_push, flags.n_fetch, rule)
-    else:
-        strategy = Synchronous(model, optimizer)
     if flags.save or flags.resume:
         strategy.checkpoint(flags.save, resume=flags.resume, curve=curve,
                             kind=[flags.model, flags.data])
@@ -9145,11 +9157,8 @@ def train(flags: argparse.Namespace) -> None:
                 # Smoothed labels keep it from certainty: with few images a third fewer mistakes.
                 loss = cross_entropy(model(x), y, label_smoothing=0.1)
                 strategy.zero_grad()
-                if flags.strategy == "downpour":  # the servers' rate is fixed: scale the gradient
-                    (loss * rate).backward()
-                else:
-                    optimizer.param_groups[0]["lr"] = flags.options["lr"] * rate
-                    loss.backward()
+                loss.backward()
+                optimizer.param_groups[0]["lr"] = flags.options["lr"] * rate
                 strategy.step()
                 losses.append(loss.item())
                 samples += strategy.batch
@@ -9162,17 +9171,21 @@ def train(flags: argparse.Namespace) -> None:
             if epoch == flags.epochs - 1:
                 strategy.finish()
             seconds += clock() - start
-            if strategy.lockstep or rank == 0:
+            if strategy.lockstep or strategy.leads:
                 # The loss is the mean over what this process has seen of the epoch.
                 numbers = [np.nansum(losses), np.isfinite(losses).sum(), correct(model, mine)]
                 loss, count, right = strategy.total(*numbers) if strategy.lockstep else numbers
                 curve.append([float(loss / count) if count else math.nan, right / len(test)])
-    counts = np.zeros((size, 3), np.int64)
+    counts = np.zeros((size, 5), np.int64)
+    if strategy.compressor is not None:
+        counts[rank, 3:] = strategy.compressor.before, strategy.compressor.after
     if size > 1:
         stats = strategy.group.transport.stats
-        counts[rank] = [stats[n] for n in ("bytes_sent", "bytes_received", "retransmissions")]
-        strategy.group.all_reduce(counts)
-    if rank == 0:
+        counts[rank, :3] = [stats[n] for n in ("bytes_sent", "bytes_received", "retransmissions")]
+        with contextlib.nullcontext() if strategy.lockstep else \
+                contextlib.suppress(transports().PeerLost):  # then each knows its own
+            strategy.group.all_reduce(counts)
+    if strategy.leads:
         report(flags, curve, len(test), samples, seconds, counts)
     destroy_process_group()
 
@@ -9182,10 +9195,14 @@ def report(flags: argparse.Namespace, curve: list, tests: int, samples: int, sec
     right = round(curve[-1][1] * tests)
     print(f"test accuracy {right / tests:.2%} ({right} of {tests})")
     print(f"{samples / (seconds or 1):,.0f} samples/s, {seconds:.1f} s of training")
-    told = len(counts) > 1 and flags.transport != "sim"  # which ends with a report of its own
-    for rank, (sent, received, again) in enumerate(counts if told else ()):
-        print(f"rank {rank}: {sent / 1e6:,.1f} MB sent, {received / 1e6:,.1f} MB received, "
-              f"{again:,} retransmissions")
+    told = flags.transport != "sim"  # which ends with a report of its own
+    for rank, (sent, received, again, before, after) in enumerate(counts if told else ()):
+        if sent:
+            print(f"rank {rank}: {sent / 1e6:,.1f} MB sent, {received / 1e6:,.1f} MB received, "
+                  f"{again:,} retransmissions")
+        if before:
+            print(f"rank {rank}: {flags.compress} made {before / 1e6:,.1f} MB of tensors "
+                  f"{after / 1e6:,.1f} MB")
     if flags.save:
         print(f"model saved to {flags.save}")
     if flags.plot:
@@ -9212,9 +9229,9 @@ PICTURES = (".png", ".svg", ".pdf", ".jpg")
 def prepared(flags: argparse.Namespace, workers: int) -> None:
     """Completes the flags. Whatever can be wrong with them is found here, before work begins."""
     for name, number, least in (
-            ("workers", workers, 1), ("epochs", flags.epochs, 1), ("n-push", flags.n_push, 1),
-            ("n-fetch", flags.n_fetch, 1), ("seed", flags.seed, 0), ("lr", flags.lr or 0.0, 0),
-            ("momentum", flags.momentum, 0), ("weight-decay", flags.weight_decay, 0)):
+            ("workers", workers, 1), ("epochs", flags.epochs, 1), ("seed", flags.seed, 0),
+            ("lr", flags.lr or 0.0, 0), ("momentum", flags.momentum, 0),
+            ("weight-decay", flags.weight_decay, 0)):
         if not least <= number < math.inf:
             raise ValueError(f"--{name} is {number}: it must be at least {least}")
     if workers > flags.batch_size:
@@ -9230,20 +9247,28 @@ def prepared(flags: argparse.Namespace, workers: int) -> None:
             flags.data = "segments"
     load_dataset(flags.data, flags.data_dir)  # downloads it, if need be
     rate = OPTIMIZERS[flags.optimizer][1]
-    if flags.strategy == "downpour":
-        rate /= workers  # each makes steps of its own, which add up
+    if flags.kind.adds_up:
+        rate /= workers
+    flags.strategy_options = {name: getattr(flags, name) for name in words_of(flags.kind)}
     flags.options = {"lr": rate if flags.lr is None else flags.lr,
                      "weight_decay": flags.weight_decay}
     if flags.momentum:
         if flags.optimizer != "sgd":
             raise ValueError(f"--momentum belongs to --optimizer sgd, not {flags.optimizer}")
         flags.options["momentum"] = flags.momentum
-    if flags.strategy == "downpour":
-        if flags.optimizer not in named(ServerSGD) or flags.momentum or flags.weight_decay:
-            raise ValueError("with --strategy downpour the servers change the parameters; they "
-                             "know --optimizer sgd and adagrad, without momentum and decay")
-    elif flags.servers or flags.n_push > 1 or flags.n_fetch > 1:
-        raise ValueError("--servers, --n-push and --n-fetch belong to --strategy downpour")
+    served = issubclass(flags.kind, Downpour)
+    if served and not flags.kind.elastic and (
+            flags.optimizer not in named(ServerSGD) or flags.momentum or flags.weight_decay):
+        raise ValueError(f"with --strategy {flags.strategy} servers change the parameters; they "
+                         "know --optimizer sgd and adagrad, without momentum and decay")
+    if flags.servers and not served:
+        raise ValueError("--servers belong to --strategy downpour, ssp and others of their kind, "
+                         f"not to {flags.strategy}")
+    if flags.compress:
+        plugin(flags.compress, Compressor)
+        if "compress" not in inspect.signature(flags.kind).parameters:
+            raise ValueError(f"--strategy {flags.strategy} sends everything as it is: give no "
+                             "--compress")
     if flags.plot and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install matplotlib")
     if flags.plot and pathlib.Path(flags.plot).suffix.lower() not in PICTURES:
@@ -9272,19 +9297,30 @@ EXAMPLES = """examples:
   minidist train --workers 2 --transport tcp --save lenet.safetensors --plot curve.png
   minidist train --data fashion-mnist --epochs 3 --workers 2 --transport udp
   minidist train --workers 3 --strategy downpour --servers 2
+  minidist train --workers 4 --strategy local --sync-every 16 --compress bf16
+  minidist train --strategy gossip --help
   minidist launch --nproc-per-node 4 train.py --lr 0.1
 
 Without installation: python minidist.py train. Each command answers --help."""
 
 
-def arguments() -> argparse.ArgumentParser:
+def words_of(kind: Any) -> dict[str, Any]:
+    """The options of a strategy that have a number or a word as default."""
+    return {name: x.default for name, x in inspect.signature(kind).parameters.items()
+            if isinstance(x.default, (bool, int, float, str))}
+
+
+def arguments(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The parser of the command line; `argv` says of which strategy it shall know the options."""
     parser = argparse.ArgumentParser(
         "minidist", description=str(__doc__).splitlines()[0], epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"minidist {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    add = commands.add_parser(
-        "train", help="train a small network on pictures, on one process or many").add_argument
+    training = commands.add_parser(
+        "train", help="train a small network on pictures, on one process or many",
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = training.add_argument
     add("--model", choices=MODELS, default="lenet", help="the network (%(default)s)")
     add("--data", metavar="NAME",
         help="digits, mnist, fashion-mnist, cifar10 or segments (digits, where they are)")
@@ -9299,12 +9335,13 @@ def arguments() -> argparse.ArgumentParser:
         "described in transports/cluster.py)")
     add("--assume", action="append", default=[], metavar="NAME=VALUE", help="one setting of "
         "such a file, as link.latency=0.01 or compute.noise=0.5 or seed=1; may be repeated")
-    add("--strategy", choices=["sync", "downpour"], default="sync", help="sync: all make each step "
-        "together; downpour: each at its own pace, through parameter servers (%(default)s)")
-    add("--servers", type=int, metavar="K", help="parameter servers of downpour (1)")
-    add("--n-push", type=int, default=1, metavar="N", help="steps from push to push (%(default)s)")
-    add("--n-fetch", type=int, default=1, metavar="N",
-        help="steps from fetch to fetch (%(default)s)")
+    add("--strategy", metavar="NAME", default="sync", help="how they work together: "
+        f"{', '.join(named(Strategy))}; one of tutorials/strategies/; or my.py:Mine, a class of "
+        "your own (%(default)s). With --help, explains it and its options")
+    add("--servers", type=int, metavar="K", help="parameter servers of downpour, ssp and their "
+        "like (1)")
+    add("--compress", metavar="NAME", help="send fewer bytes: fp16, bf16, one of "
+        "tutorials/strategies/, or my.py:Mine")
     add("--epochs", type=int, default=60, metavar="N",
         help="passes over the training images (%(default)s)")
     add("--batch-size", type=int, default=32, metavar="N",
@@ -9312,7 +9349,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--optimizer", choices=OPTIMIZERS, default="sgd", help="the rule of a step (%(default)s)")
     add("--lr", type=float, metavar="X", help="learning rate at the start; it falls to 0 (" +
         ", ".join(f"{rate} for {name}" for name, (_, rate) in OPTIMIZERS.items()) +
-        "; in downpour shared among the workers)")
+        "; shared among the workers where their steps add up, as in downpour)")
     add("--momentum", type=float, default=0.0, metavar="X", help="of sgd (%(default)s)")
     add("--weight-decay", type=float, default=0.0, metavar="X",
         help="how much weights shrink by themselves (%(default)s)")
@@ -9321,6 +9358,18 @@ def arguments() -> argparse.ArgumentParser:
         "on SIGTERM, which then ends it after the same step on all workers")
     add("--resume", metavar="PATH", help="go on from what --save kept, to the same bits")
     add("--plot", metavar="PATH", help="draw the learning curve to this picture")
+    chosen = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    chosen.add_argument("--strategy", default="sync")
+    kind = plugin(chosen.parse_known_args(argv)[0].strategy, Strategy)
+    training.set_defaults(kind=kind)
+    group = training.add_argument_group(f"the strategy {kind.name or kind.__name__}",
+                                        inspect.getdoc(kind))
+    forms: dict[Any, dict[str, Any]] = {
+        bool: {"action": argparse.BooleanOptionalAction}, int: {"type": int, "metavar": "N"},
+        float: {"type": float, "metavar": "X"}, str: {"metavar": "NAME"}}
+    for name, default in words_of(kind).items():
+        group.add_argument("--" + name.replace("_", "-"), default=default, help=f"({default})",
+                           **forms[type(default)])
     commands.add_parser("launch", help="run your own script on many processes", add_help=False)
     data = commands.add_parser("data", help="list data sets, or fetch and describe some")
     data.add_argument("names", nargs="*", metavar="NAME", help="fetch and describe these")
@@ -9343,7 +9392,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"minidist {argv[0]}: error: {error}", file=sys.stderr)
             return 2
         return module.main(argv[1:], *[this_command("serve")] * (argv[0] == "launch"))
-    flags = arguments().parse_args(argv)
+    try:
+        parser = arguments(argv)
+    except (OSError, ValueError) as error:
+        print(f"minidist train: error: {error}", file=sys.stderr)
+        return 2
+    flags = parser.parse_args(argv)
     if flags.command == "serve" and os.environ.get("MINIDIST_ROLE") == "server":
         serve()
         return 0
@@ -9354,8 +9408,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                              "--strategy downpour` and `minidist launch --servers 1` start it")
         if flags.command == "data":
             return describe(flags.names, flags.data_dir)
-        if flags.strategy == "downpour" and flags.servers is None:
-            flags.servers = int(flags.workers > 1)
+        if flags.servers is None:
+            flags.servers = int(flags.workers > 1 and issubclass(flags.kind, Downpour))
         workers = int(os.environ["WORLD_SIZE"]) if launched else flags.workers
         prepared(flags, workers)
         if not launched and (workers > 1 or flags.transport):

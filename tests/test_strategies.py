@@ -371,8 +371,8 @@ def test_schedules_scale_what_is_pushed():
 
 
 @pytest.mark.parametrize("options, says", [
-    (dict(s=-1), "count from 0"), (dict(s=1, backup=1), "backup needs s=0"),
-    (dict(s=0, backup=1), "at least one must count")])
+    (dict(bound=-1), "count from 0"), (dict(bound=1, backup=1), "backup needs bound=0"),
+    (dict(bound=0, backup=1), "at least one must count")])
 def test_what_bounded_staleness_cannot_do(options, says):
     model = Vector(parameters())
     with pytest.raises(ValueError, match=says):
@@ -468,8 +468,8 @@ def adam(model):
 RESUMABLE = {
     "sync": (dist.Synchronous, sgd, {}),
     "sync, fp16": (dist.Synchronous, adam, {"compress": "fp16"}),
-    "local": (dist.LocalSGD, adam, {"H": 4}),
-    "diloco": (dist.DiLoCo, adam, {"H": 4}),
+    "local": (dist.LocalSGD, adam, {"sync_every": 4}),
+    "diloco": (dist.DiLoCo, adam, {"sync_every": 4}),
     "gossip": (dist.Gossip, lambda model: sgd(model, momentum=0.9), {"graph": "exponential"}),
 }
 

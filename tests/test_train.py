@@ -157,6 +157,44 @@ def test_no_distortion_changes_nothing():
     np.testing.assert_allclose(md.distorted(images, np.zeros((3, 5))).numpy(), images, atol=1e-6)
 
 
+MINE = """
+import minidist as md
+
+class Mine(md.distributed.LocalSGD):
+    'Meets at every step, and says so.'
+    def __init__(self, model, optimizer, often: bool = False, *, group=None):
+        super().__init__(model, optimizer, 1 if often else 100, group=group)
+        print('mine', often)
+"""
+
+
+@pytest.mark.parametrize("flags", [
+    "ssp --bound 1 --compress fp16", "local --sync-every 4 --compress bf16",
+    "diloco --sync-every 16", "gossip --graph exponential", "gossip --asynchronous",
+    "sync --accumulate 2", "my.py:Mine --often"])
+def test_every_strategy_and_its_options(run, tmp_path, flags):
+    (tmp_path / "my.py").write_text(MINE)
+    code, out, err = run("train", *SHORT, "--epochs", "2", "--workers", "2",
+                         "--strategy", *flags.split())
+    assert code == 0, err
+    assert right(out) > 50
+    assert ("made" in out) == ("compress" in flags) and ("mine True" in out) == ("my" in flags)
+
+
+def test_help_explains_the_strategy(run, tmp_path):
+    (tmp_path / "my.py").write_text(MINE)
+    code, out, err = run("train", "--strategy", "my.py:Mine", "--help")
+    assert code == 0 and "--often, --no-often" in out and "Meets at every step" in out
+    assert "--bound" in run("train", "--strategy", "ssp", "--help")[1]
+    assert "unrecognized arguments: --bound" in run("train", "--bound", "1")[2]
+
+
+def test_what_a_strategy_refuses_is_said_in_a_line(run):
+    code, out, err = run("train", *SHORT, "--strategy", "local", "--sync-every", "0")
+    assert code == 1 and err.endswith("--strategy local: sync_every=0: it counts steps, from 1\n")
+    assert "Traceback" not in err
+
+
 # ---- what is wrong is said before work begins -------------------------------
 
 @pytest.mark.parametrize("args, says", [
@@ -174,6 +212,10 @@ def test_no_distortion_changes_nothing():
     (["--momentum", "0.9", "--optimizer", "adam"], "--momentum belongs to --optimizer sgd"),
     (["--strategy", "downpour", "--optimizer", "adam"], "sgd and adagrad"),
     (["--servers", "1"], "belong to --strategy downpour"),
+    (["--strategy", "hope"], "there is no Strategy called 'hope': minidist.py has sync"),
+    (["--strategy", "none.py:Mine"], "none.py"), (["--strategy", "a:b"], "path/to/file.py:Class"),
+    (["--compress", "zip"], "there is no Compressor called 'zip'"),
+    (["--strategy", "gossip", "--compress", "fp16"], "give no --compress"),
     (["--workers", "2", "--strategy", "downpour", "--servers", "-1"], "-1 servers"),
     (["--workers", "2", "--transport", "carrier-pigeon"], "no transport is called"),
     (["--transport", "carrier-pigeon"], "no transport is called"),  # though it is not needed
