@@ -9418,7 +9418,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             job = launcher.Job(
                 this_command(*argv, "--data", flags.data), workers, transport, flags.servers or 0,
                 this_command("serve"),
-                cluster=launcher.cluster_of(transport, flags.cluster, flags.assume))
+                cluster=launcher.cluster_of(transport, flags.cluster, flags.assume),
+                go_on=not flags.kind.lockstep or getattr(flags, "asynchronous", False))
             if workers > 1:  # one alone needs no transport, but a wrong name is said all the same
                 return launcher.run_and_tell(job)
     except (OSError, ValueError, ModuleNotFoundError) as error:

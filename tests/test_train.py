@@ -315,6 +315,28 @@ def test_d1_a_killed_worker_ends_the_run(training, mark, transport):  # noqa: F8
     assert "minidist: root cause: rank 1 was killed by signal 9 (SIGKILL)" in err
 
 
+@pytest.mark.parametrize("transport, victim, strategy", [
+    ("tcp", 0, "downpour"), ("udp", 2, "ssp"), ("pipe", 1, "gossip --asynchronous")])
+def test_a_killed_worker_stops_no_asynchronous_strategy(start, mark, tmp_path,  # noqa: F811
+                                                        transport, victim, strategy):
+    process = start("train", "--model", "mlp", "--epochs", "15", "--workers", "3", "--save", "m",
+                    "--transport", transport, "--strategy", *strategy.split(),
+                    env={"MINIDIST_HEARTBEAT": "0.5", "MINIDIST_HEARTBEAT_TIMEOUT": "4"})
+    wait_for((tmp_path / "m").exists, 60)
+    os.kill(worker(mark, victim), signal.SIGKILL)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    assert right(out) > 90 and out.startswith(f"[{1 if victim == 0 else 0}] test accuracy")
+    assert err.count(f"rank {victim} was killed by signal 9 (SIGKILL)") == 1
+    assert err.endswith(f"minidist: ended in order, without rank {victim}\n")
+
+
+def test_the_last_worker_must_not_be_lost(run, tmp_path):
+    (tmp_path / "script.py").write_text("import os, sys\nsys.exit(3 + int(os.environ['RANK']))\n")
+    code, out, err = run("launch", "--go-on", "--nproc-per-node", "2", "script.py")
+    assert code in (3, 4) and "minidist: root cause: rank" in err.splitlines()[-1]
+
+
 def test_d1_a_killed_server_ends_the_run(training, mark):  # noqa: F811
     process = training("--strategy", "downpour")
     server = wait_for(lambda: [p for p in alive(mark)

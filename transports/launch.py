@@ -68,6 +68,7 @@ class Job:
     grace: float = 10.0  # seconds from SIGTERM to SIGKILL
     timeout: float | None = None  # seconds for the whole run
     cluster: Cluster = field(default_factory=Cluster)  # what transport sim assumes
+    go_on: bool = False  # can the others do without a worker that is lost?
     key: str = field(default_factory=lambda: secrets.token_hex(32))
     id: str = field(default_factory=lambda: f"job-{secrets.token_hex(6)}")
 
@@ -597,7 +598,7 @@ class Group:
                 self.notes.append(f"minidist: {names(self.running)} still ran after "
                                   f"{self.job.timeout:g} s, the timeout, and was ended")
                 self.stop()
-            elif self.failures:
+            elif self.failed:
                 known = not all(p.consequence for p in self.failures)
                 if now > self.failed_at + (SETTLE if known else SETTLE_LATE):
                     self.stop()
@@ -624,13 +625,26 @@ class Group:
             and process not in self.abandoned and not process.held
         if process.failed:
             self.failures.append(process)
-            self.failed_at = min(self.failed_at, time.monotonic())
+            if self.failed:
+                self.failed_at = min(self.failed_at, time.monotonic())
+            else:
+                process.release()
+                self.console.line(sys.stderr, (f"minidist: {process.name} {process.ending()}. The "
+                                               "others go on without it").encode())
         else:
             process.release()
         if all(p.server for p in self.running):
             if self.kill_at < float("inf"):
                 self.stop()  # servers, which the workers may have needed until now
             self.workers_done_at = min(self.workers_done_at, time.monotonic())
+
+    @property
+    def failed(self) -> bool:
+        """Must the group end? Where workers can do without each other, only when a server or the
+        last of them has failed."""
+        there = any(p.code in (None, 0) for p in self.processes if not p.server)
+        return bool(self.failures) and not (
+            self.job.go_on and there and not any(p.server for p in self.failures))
 
     def stop(self) -> None:
         """Ask all to end, servers after the workers, and be ready to insist."""
@@ -653,7 +667,8 @@ class Group:
         if self.interrupted:
             name = signal.Signals(self.interrupted).name
             workers = [p for p in self.processes if not p.server]
-            if self.interrupted == signal.SIGTERM and all(p.code == 0 for p in workers):
+            if self.interrupted == signal.SIGTERM and all(
+                    p.code == 0 for p in workers if self.failed or p not in self.failures):
                 lines.append(f"minidist: SIGTERM: {names(workers)} ended in order")
                 return Report(0, "\n".join(lines))
             lines.append(f"minidist: {name}: ended {names(self.processes)}")
@@ -661,7 +676,9 @@ class Group:
         if self.stubborn:
             lines.append(f"minidist: {names(self.stubborn)} had to be killed, {self.job.grace:g} s "
                          "after SIGTERM")
-        if not self.failures:
+        if not self.failed:
+            if self.failures:
+                lines.append(f"minidist: ended in order, without {names(self.failures)}")
             return Report(124 if self.timed_out else 0, "\n".join(lines))
         cause = next((p for p in self.failures if not p.consequence), self.failures[0])
         lines += [f"{p.prefix.decode()}{p.origin() or p.ending()}"
@@ -795,6 +812,8 @@ def main(argv: Sequence[str] | None = None, server_command: Sequence[str] = (),
     add("--local-ranks-filter", metavar="0,1", help="show the output of these local ranks only")
     add("--shutdown-timeout", type=float, default=10, metavar="S",
         help="seconds between SIGTERM and SIGKILL (default 10)")
+    add("--go-on", action="store_true", help="when a worker is lost, the others go on, as under "
+        "asynchronous strategies; the exit code is 0 if they end in order")
     parser.add_argument("-m", "--module", action="store_true", help="run a module: python -m")
     add("--no-python", action="store_true", help="run a program that is no Python script")
     parser.add_argument("script", help="the script, module or program that every worker runs")
@@ -856,7 +875,7 @@ def job_of(flags: argparse.Namespace, server_command: Sequence[str]) -> Job:
     job = Job(command, int(count), flags.transport, flags.servers, server_command, machines,
               0 if flags.standalone else flags.node_rank, flags.master_addr, flags.master_port,
               flags.log_dir, show, flags.shutdown_timeout,
-              cluster=cluster_of(flags.transport, flags.cluster, flags.assume))
+              cluster=cluster_of(flags.transport, flags.cluster, flags.assume), go_on=flags.go_on)
     if machines > 1:
         # Every machine has a launcher of its own, and all must say the same.
         try:
