@@ -6277,8 +6277,9 @@ class DataLoader:
         if isinstance(dataset, IterableDataset) and (shuffle or sampler or batch_sampler):
             raise ValueError("an IterableDataset has its own order: leave out shuffle and samplers")
         if sampler is None:
-            sampler = (RandomSampler(dataset, generator=generator) if shuffle else
-                       SequentialSampler(dataset))
+            sampler = getattr(batch_sampler, "sampler", None) or (
+                RandomSampler(dataset, generator=generator) if shuffle else
+                SequentialSampler(dataset))
         self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
         self.sampler, self.num_workers, self.worker_init_fn = sampler, num_workers, worker_init_fn
         self.ahead = num_workers * (prefetch_factor or 2)
@@ -7934,13 +7935,21 @@ class NoiseScale:
 
 class AdaptiveBatch:
     """A batch_sampler whose batches follow the noise scale, as sqrt(r * noise scale) between
-    `smallest` and `largest` (McCandlish et al., appendix D): small while the gradient is plain to
-    see, larger as it drowns in noise. Samples of an epoch that do not fill a batch are the last."""
+    `smallest` and `largest` (McCandlish et al. 2018, appendix D): small while the gradient is plain
+    to see, larger as it drowns in noise. The last batch of an epoch has what is left.
+
+        noise = dist.NoiseScale()
+        train = dist.Synchronous(model, optimizer, noise_scale=noise)
+        batches = dist.AdaptiveBatch(RandomSampler(data), noise)
+        train.checkpoint(path, batches=batches)
+        loader = DataLoader(data, batch_sampler=batches)"""
 
     def __init__(self, sampler: Any, noise: NoiseScale, r: float = 1.0, smallest: int = 8,
                  largest: int = 1024) -> None:
         self.sampler, self.noise, self.r = sampler, noise, r
         self.smallest, self.largest = smallest, largest
+        self._sizes: list[int] = []  # of this epoch's batches
+        self._again: list[int] = []  # and of those that a resumed epoch has had already
 
     @property
     def batch_size(self) -> int:
@@ -7949,12 +7958,49 @@ class AdaptiveBatch:
             if math.isfinite(wanted) else self.smallest
 
     def __iter__(self) -> Iterator[list[int]]:
-        indices = iter(self.sampler)
-        while batch := list(itertools.islice(indices, self.batch_size)):
+        indices, again = iter(self.sampler), iter(self._again)
+        self._sizes, self._again = [], []
+        while batch := list(itertools.islice(indices, next(again, None) or self.batch_size)):
+            self._sizes.append(len(batch))
             yield batch
+        self._sizes = []
 
     def __len__(self) -> int:
         return -(-len(self.sampler) // self.batch_size)  # at the present size
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sizes": self._sizes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._again = list(state["sizes"])
+
+
+def critical_batch(batches: Sequence[float], steps: Sequence[float]) -> tuple[float, float, float]:
+    """(B_crit, S_min, E_min) of training runs to one target loss: run i took steps[i] of
+    batches[i] samples. They are fitted, by least squares of logarithms, to the hyperbola
+
+        (S / S_min - 1) (E / E_min - 1) = 1,    E = S * B,    B_crit = E_min / S_min
+
+    (McCandlish et al. 2018, 2.11): S_min steps are needed however large the batch, E_min samples
+    however small; batches of B_crit need twice both."""
+    inverse, logs = 1 / np.asarray(batches, np.float64), np.log(np.asarray(steps, np.float64))
+    if len(set(inverse.tolist())) < 2 or len(logs) != len(inverse):
+        raise ValueError(f"batches={batches}, steps={steps}: runs with at least two different "
+                         "batch sizes are needed, and the steps of each")
+
+    # With S = S_min (1 + B_crit / B) the best S_min is known for each B_crit. What is left is one
+    # number, found by looking closer and closer around the best of a grid.
+    def misfit(log_b: float) -> float:
+        return float(np.var(logs - np.log1p(np.exp(log_b) * inverse)))
+
+    low, high = np.log(1e-3 / inverse.max()), np.log(1e3 / inverse.min())
+    while high - low > 1e-9:
+        grid = np.linspace(low, high, 65)
+        best = min(grid, key=misfit)
+        low, high = best - (grid[1] - grid[0]), best + (grid[1] - grid[0])
+    critical = float(np.exp(best))
+    least = float(np.exp(np.mean(logs - np.log1p(critical * inverse))))
+    return critical, least, critical * least
 
 
 # -- local steps and gossip ------------------------------------------------------------------------
@@ -8847,7 +8893,7 @@ DISTRIBUTED = {name: on_default_group(getattr(ProcessGroup, name)) for name in (
 DISTRIBUTED |= {x.__name__: x for x in (
     ReduceOp, ProcessGroup, init_process_group, is_initialized, destroy_process_group, Strategy,
     Synchronous, LocalSGD, DiLoCo, Gossip, Downpour, StaleSynchronous, ServerSGD, ServerAdagrad,
-    Compressor, FP16, BF16, NoiseScale, AdaptiveBatch)}
+    Compressor, FP16, BF16, NoiseScale, AdaptiveBatch, critical_batch)}
 
 
 # =================================================================================================
@@ -9127,6 +9173,8 @@ def train(flags: argparse.Namespace) -> None:
     optimizer = OPTIMIZERS[flags.optimizer][0](model.parameters(), **flags.options)
     if flags.compress:
         flags.strategy_options["compress"] = flags.compress
+    if flags.noise_scale:
+        flags.strategy_options["noise_scale"] = noise = NoiseScale()
     if issubclass(flags.kind, Downpour) and flags.optimizer != "sgd":
         flags.strategy_options["rule"] = named(ServerSGD)[flags.optimizer](flags.options["lr"])
     try:
@@ -9176,6 +9224,8 @@ def train(flags: argparse.Namespace) -> None:
                 numbers = [np.nansum(losses), np.isfinite(losses).sum(), correct(model, mine)]
                 loss, count, right = strategy.total(*numbers) if strategy.lockstep else numbers
                 curve.append([float(loss / count) if count else math.nan, right / len(test)])
+                if flags.noise_scale:
+                    curve[-1].append(noise.value)
     counts = np.zeros((size, 5), np.int64)
     if strategy.compressor is not None:
         counts[rank, 3:] = strategy.compressor.before, strategy.compressor.after
@@ -9194,6 +9244,10 @@ def report(flags: argparse.Namespace, curve: list, tests: int, samples: int, sec
            counts: np.ndarray) -> None:
     right = round(curve[-1][1] * tests)
     print(f"test accuracy {right / tests:.2%} ({right} of {tests})")
+    if flags.noise_scale:
+        first, *_, last = [noise for _, _, noise in curve] * 2
+        print(f"gradient noise scale {first:,.0f} after epoch 1, {last:,.0f} at the end (about "
+              f"where larger batches stop helping; here they have {flags.batch_size})")
     print(f"{samples / (seconds or 1):,.0f} samples/s, {seconds:.1f} s of training")
     told = flags.transport != "sim"  # which ends with a report of its own
     for rank, (sent, received, again, before, after) in enumerate(counts if told else ()):
@@ -9211,11 +9265,13 @@ def report(flags: argparse.Namespace, curve: list, tests: int, samples: int, sec
         figure = Figure(figsize=(7, 4), layout="constrained")
         left = figure.subplots()
         right_axis = left.twinx()
-        epochs = range(1, len(curve) + 1)
-        left.plot(epochs, [loss for loss, _ in curve], color="tab:blue")
-        right_axis.plot(epochs, [100 * share for _, share in curve], color="tab:orange")
+        epochs, (losses, shares, *noise) = range(1, len(curve) + 1), zip(*curve)
+        left.plot(epochs, losses, color="tab:blue", label="training loss")
+        for scales in noise:
+            left.plot(epochs, scales, color="tab:green", label="gradient noise scale (samples)")
+        right_axis.plot(epochs, [100 * share for share in shares], color="tab:orange")
         left.set(xlabel="epoch", yscale="log")
-        left.set_ylabel("training loss", color="tab:blue")
+        left.legend()
         right_axis.set_ylabel("right on the test images (%)", color="tab:orange")
         left.set_title(f"{flags.model} on {flags.data}, {flags.strategy}, "
                        f"{len(counts)} worker{'s'[:len(counts) > 1]}")
@@ -9266,9 +9322,9 @@ def prepared(flags: argparse.Namespace, workers: int) -> None:
                          f"not to {flags.strategy}")
     if flags.compress:
         plugin(flags.compress, Compressor)
-        if "compress" not in inspect.signature(flags.kind).parameters:
-            raise ValueError(f"--strategy {flags.strategy} sends everything as it is: give no "
-                             "--compress")
+    for option in "compress", "noise_scale":
+        if getattr(flags, option) and option not in inspect.signature(flags.kind).parameters:
+            raise ValueError(f"--strategy {flags.strategy} knows no --{option.replace('_', '-')}")
     if flags.plot and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install matplotlib")
     if flags.plot and pathlib.Path(flags.plot).suffix.lower() not in PICTURES:
@@ -9357,6 +9413,8 @@ def arguments(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     add("--save", metavar="PATH", help="keep the run here, as safetensors, after each epoch and "
         "on SIGTERM, which then ends it after the same step on all workers")
     add("--resume", metavar="PATH", help="go on from what --save kept, to the same bits")
+    add("--noise-scale", action="store_true", help="measure the gradient noise scale, of sync with "
+        "two workers or more (or --accumulate 2), print and plot it")
     add("--plot", metavar="PATH", help="draw the learning curve to this picture")
     chosen = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     chosen.add_argument("--strategy", default="sync")

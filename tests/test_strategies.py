@@ -1,6 +1,7 @@
 """Strategies against their published rules: an independent NumPy loop each, of 50 steps on 3
 workers, to 1e-12 in float64; and what checkpoints, lost ranks and shards promise."""
 import io
+import math
 import threading
 
 import numpy as np
@@ -457,6 +458,118 @@ def test_two_passes_in_a_turn_are_refused():
             for _ in range(2):
                 (x @ model.w).mean().backward()
             train.step()
+
+
+# ---- gradient noise scale --------------------------------------------------------
+
+class Gaussian:
+    """Samples whose gradients are normal: their mean is `signal`, their covariance the diagonal
+    of `spread` squared. So the noise scale is known."""
+
+    signal = np.linspace(0.5, -1.0, SIZE)
+    spread = np.linspace(1.0, 2.0, SIZE)
+    noise_scale = (spread ** 2).sum() / (signal ** 2).sum()
+
+    def loader(self, count, batch_size):
+        x = np.random.default_rng(7).standard_normal((count, SIZE)) * self.spread + self.signal
+        return md.utils.data.DataLoader(md.utils.data.TensorDataset(md.tensor(x)), batch_size)
+
+    def measured(self, group, loader, **options):
+        model, noise = Vector(np.zeros(SIZE)), dist.NoiseScale(decay=1)
+        train = dist.Synchronous(model, sgd(model, lr=0.0), group, noise_scale=noise, **options)
+        for x, in train.batches(loader):
+            train.zero_grad()
+            (x @ model.w).mean().backward()
+            train.step()
+        return noise
+
+
+def test_the_noise_scale_of_a_gaussian_problem():
+    noise = Gaussian().measured(None, Gaussian().loader(60_000, 24), accumulate=3)
+    assert noise.value == pytest.approx(Gaussian.noise_scale, rel=0.02)
+    assert noise.signal / 2500 == pytest.approx((Gaussian.signal ** 2).sum(), rel=0.02)
+
+
+@pytest.mark.parametrize("size, options", [(3, {}), (2, {"accumulate": 2}), (4, {"shards": 4})])
+def test_the_noise_scale_is_its_estimators(size, options):
+    """McCandlish et al. 2018, appendix A.1, with parts that differ by one sample."""
+    loader = Gaussian().loader(70, 10)
+    parts = size * options.get("accumulate", 1)
+    signal = noise = 0.0
+    for x, in loader:
+        x = x.numpy()
+        cuts = [x[slice(*md.share_of(10, i, parts))] for i in range(parts)]
+        small = np.mean([np.square(cut.mean(0)).sum() for cut in cuts])
+        big = np.square(x.mean(0)).sum()
+        b_small, b_big = 1 / np.mean([1 / len(cut) for cut in cuts]), 10
+        signal += (b_big * big - b_small * small) / (b_big - b_small)
+        noise += (small - big) / (1 / b_small - 1 / b_big)
+    for found in on_ranks(size, lambda group: Gaussian().measured(group, loader, **options)):
+        np.testing.assert_allclose([found.signal, found.noise], [signal, noise], rtol=1e-9)
+
+
+def test_a_noise_scale_needs_parts():
+    with pytest.raises(ValueError, match="several ranks, or accumulate=2"):
+        Gaussian().measured(None, Gaussian().loader(10, 5))
+
+
+def test_batches_follow_the_noise_scale():
+    noise = dist.NoiseScale()
+    batches = dist.AdaptiveBatch(range(1000), noise, smallest=4, largest=50)
+    sizes = []
+    for batch, scale in zip(batches, (100, 100, 1e6, 0.01, math.nan, 400, *[400] * 99)):
+        sizes.append(len(batch))
+        noise.noise, noise.signal = scale, 1.0      # what the next batch will see
+    assert sizes[:7] == [4, 10, 10, 50, 4, 4, 20] and sum(sizes) == 1000
+
+
+def test_adaptive_batches_resume_where_they_were(tmp_path):
+    def rank(group, stop=99):
+        md.manual_seed(0)
+        noise, model = dist.NoiseScale(), Vector(np.ones(SIZE))
+        train = dist.Synchronous(model, sgd(model), group, noise_scale=noise, accumulate=2)
+        data = Gaussian().loader(150, 1).dataset
+        batches = dist.AdaptiveBatch(md.utils.data.RandomSampler(data), noise, r=5, smallest=4)
+        train.checkpoint(tmp_path / f"state{stop}", every=1, batches=batches)
+        seen = []
+        for _ in train.epochs(2):
+            for x, in train.batches(md.utils.data.DataLoader(data, batch_sampler=batches)):
+                train.zero_grad()
+                ((x @ model.w) ** 2).mean().backward()
+                train.step()
+                if train.last_turn:
+                    seen.append(train.batch)
+                if len(seen) > stop:
+                    return seen
+        return seen, whole(model).tobytes()
+    never, bits = rank(None)
+    assert len(set(never)) > 5
+    assert rank(None, 9) == never[:10]          # ends before the tenth step is complete
+    (tmp_path / "state99").unlink()
+    (tmp_path / "state9").rename(tmp_path / "state99")
+    assert rank(None) == (never[9:], bits)
+
+
+@pytest.mark.parametrize("noise", [0, 0.05])
+def test_the_critical_batch_is_fitted(noise):
+    """Points of (S / S_min - 1)(E / E_min - 1) = 1, and with noise what SciPy makes of them."""
+    batches = 2.0 ** np.arange(3, 13)
+    steps = 300 * (1 + 250 / batches) * np.exp(
+        noise * np.random.default_rng(0).standard_normal(10))
+    critical, least, examples = dist.critical_batch(batches, steps)
+    if not noise:
+        np.testing.assert_allclose([critical, least, examples], [250, 300, 75_000], rtol=1e-6)
+    np.testing.assert_allclose([critical, least], [250, 300], rtol=0.2)
+    # No pair nearby fits better.
+    def misfit(b, s):
+        return np.square(np.log(steps) - np.log(s * (1 + b / batches))).sum()
+    for b, s in [(1.001, 1), (0.999, 1), (1, 1.001), (1, 0.999), (1.001, 0.9995)]:
+        assert misfit(critical * b, least * s) > misfit(critical, least)
+
+
+def test_a_fit_needs_two_batch_sizes():
+    with pytest.raises(ValueError, match="two different batch sizes"):
+        dist.critical_batch([8, 8], [100, 100])
 
 
 # ---- checkpoints -----------------------------------------------------------------

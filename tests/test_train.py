@@ -181,6 +181,17 @@ def test_every_strategy_and_its_options(run, tmp_path, flags):
     assert ("made" in out) == ("compress" in flags) and ("mine True" in out) == ("my" in flags)
 
 
+def test_the_noise_scale_is_printed(run, tmp_path):
+    code, out, err = run("train", *SHORT, "--noise-scale", "--accumulate", "4", "--plot", "x.png")
+    assert code == 0, err
+    found = re.search(r"noise scale ([\d,]+) after epoch 1, ([\d,]+) at the end", out)
+    first, last = (int(x.replace(",", "")) for x in found.groups())
+    assert 1 < first < last < 10_000        # it grows (McCandlish)
+    assert (tmp_path / "x.png").exists()
+    code, out, err = run("train", *SHORT, "--noise-scale")
+    assert code == 1 and err.endswith("it needs several ranks, or accumulate=2 or more\n")
+
+
 def test_help_explains_the_strategy(run, tmp_path):
     (tmp_path / "my.py").write_text(MINE)
     code, out, err = run("train", "--strategy", "my.py:Mine", "--help")
@@ -215,7 +226,8 @@ def test_what_a_strategy_refuses_is_said_in_a_line(run):
     (["--strategy", "hope"], "there is no Strategy called 'hope': minidist.py has sync"),
     (["--strategy", "none.py:Mine"], "none.py"), (["--strategy", "a:b"], "path/to/file.py:Class"),
     (["--compress", "zip"], "there is no Compressor called 'zip'"),
-    (["--strategy", "gossip", "--compress", "fp16"], "give no --compress"),
+    (["--strategy", "gossip", "--compress", "fp16"], "knows no --compress"),
+    (["--strategy", "local", "--noise-scale"], "knows no --noise-scale"),
     (["--workers", "2", "--strategy", "downpour", "--servers", "-1"], "-1 servers"),
     (["--workers", "2", "--transport", "carrier-pigeon"], "no transport is called"),
     (["--transport", "carrier-pigeon"], "no transport is called"),  # though it is not needed
