@@ -8677,6 +8677,9 @@ class Downpour(Strategy):
         if rule is None and len(rates) > 1:
             raise ValueError(f"the optimizer has learning rates {rates}: say which rule the "
                              "servers follow, for example rule=ServerSGD(lr=0.1)")
+        if rule is not None and staleness_aware:
+            raise ValueError("staleness_aware is the rule's business: give it to the rule, for "
+                             "example rule=ServerSGD(lr=0.1, staleness_aware=True)")
         if not rates[0]:
             raise ValueError("the optimizer's lr is 0 at the start: pushes are scaled as it changes"
                              ", so begin with the full rate, and warm up after this")
@@ -8791,9 +8794,9 @@ class Downpour(Strategy):
 
     def load_own_state(self, own: dict[str, Any]) -> None:
         """Rank 0 will tell the servers. What the others had accrued is lost."""
-        if self._worker.clock:
+        if pushes := self._worker.push_id % 2**32:
             raise RuntimeError("a state is loaded before the first step: the servers have been "
-                               f"changed by {self._worker.clock} already")
+                               f"changed by {pushes} pushes already")
         super().load_own_state(own)
         self._worker.clock, self.warm_start = own["clock"], 0
         if self.group.rank == 0:

@@ -611,6 +611,39 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(name, tmp_path):
     assert on_ranks(3, lambda group: rank(group, True)) == on_ranks(3, rank)
 
 
+@pytest.mark.parametrize("name", [*RESUMABLE, "sync, shards", "downpour"])
+@pytest.mark.parametrize("stop", [3, 6])
+def test_train_checkpoint_keeps_every_strategy(name, stop, tmp_path):
+    """Ended in the first epoch and in the second; kept two steps before, or one."""
+    kind, optimizer, options = (RESUMABLE | {
+        "sync, shards": (dist.Synchronous, adam, {"shards": 8}),
+        "downpour": (dist.Downpour, sgd, {"n_push": 2, "n_fetch": 3})})[name]
+    size = {"sync, shards": 2, "downpour": 1}.get(name, 3)
+    data = md.utils.data.TensorDataset(md.tensor(np.random.default_rng(0).standard_normal(
+        (30, SIZE))))
+
+    def rank(group, path, stop=None):
+        md.manual_seed(0)
+        group = group if size > 1 else None         # then a server is in this process
+        model = Vector(parameters(group.rank if group else 0))
+        train = kind(model, optimizer(model), **options, group=group)
+        train.checkpoint(tmp_path / path, every=5 if stop == 6 else 1)
+        loader = md.utils.data.DataLoader(data, 8, shuffle=True)
+        for _ in train.epochs(2):
+            for x, in train.batches(loader):
+                train.zero_grad()
+                ((x @ model.w - md.rand(1, dtype=md.float64)) ** 2).mean().backward()
+                train.step()
+                if train.steps == stop:
+                    return None
+        train.finish()
+        return whole(model).tobytes()
+    never = on_ranks(size, lambda group: rank(group, "never"))
+    on_ranks(size, lambda group: rank(group, "resumed", stop))
+    assert md.load(tmp_path / "resumed")["run"]["steps"] == stop - 1
+    assert on_ranks(size, lambda group: rank(group, "resumed")) == never
+
+
 @pytest.mark.parametrize("options", [
     {}, {"n_push": 3, "n_fetch": 4}, {"rule": lambda: md.ServerAdagrad(0.1)},
     {"rule": lambda: md.ServerAdagrad(0.1), "n_push": 4, "n_fetch": 3, "compress": "bf16"}],
