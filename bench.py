@@ -683,7 +683,7 @@ def plot_ops(rows: list[dict], axes: Callable[..., Any]) -> None:
 # ---------------------------------------------------------------------------
 
 SIZES = {"1KB": 2**10, "64KB": 2**16, "1MB": 2**20, "4MB": 2**22, "64MB": 2**26}
-TRANSPORTS = ("pipe", "tcp", "udp")
+TRANSPORTS = ("pipe", "shm", "tcp", "udp")
 
 
 def allreduce_member(name: str, rendezvous: str) -> None:

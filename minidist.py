@@ -6594,9 +6594,10 @@ class Progress:
 #
 # Several processes train one model. Each has its rank, 0 .. size-1, and a transport: something
 # that carries messages between any two of them, whole, in order and once, or says who was lost.
-# How it does that, over pipes, TCP or lossy UDP, is the business of the folder `transports/`; what
-# the messages mean is told here. First the collectives, what all ranks do together: sum a tensor,
-# pass one on, wait for each other. Then strategies, which stand in the optimizer's place:
+# How it does that, over pipes, shared memory, TCP or lossy UDP, is the business of the folder
+# `transports/`; what the messages mean is told here. First the collectives, what all ranks do
+# together: sum a tensor, pass one on, wait for each other. Then strategies, which stand in the
+# optimizer's place:
 #
 #     train = dist.Synchronous(model, optim.SGD(model.parameters(), lr=0.1))
 #     for x, y in train.batches(loader):          # this rank's share of each batch
@@ -6995,7 +6996,7 @@ def init_process_group(backend: Any = None, init_method: str = "env://", timeout
     Who they are stands in the environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), which
     `minidist launch`, torchrun and their like set; arguments win over it. Without RANK the
     process is a group of one, so the same script also runs alone. `backend` names a transport
-    ("pipe", "tcp", "udp"; by default the launcher's) or is one."""
+    ("pipe", "shm", "tcp", "udp"; by default the launcher's) or is one."""
     if is_initialized():
         raise RuntimeError("init_process_group was called twice: call destroy_process_group first")
     group = ProcessGroup()
@@ -9387,9 +9388,9 @@ def arguments(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
         "in $MINIDIST_DATA, /usr/share/datasets and your cache, and downloaded")
     add("--workers", type=int, default=1, metavar="N",
         help="processes that share each batch (%(default)s)")
-    add("--transport", metavar="NAME", help="how they are joined: pipe, tcp, udp, or tls, whose "
-        "files MINIDIST_TLS_CERT, MINIDIST_TLS_KEY and MINIDIST_TLS_CA name; or sim, simulated in "
-        "this process (tcp)")
+    add("--transport", metavar="NAME", help="how they are joined: pipe, shm (shared memory), tcp, "
+        "udp, or tls, whose files MINIDIST_TLS_CERT, MINIDIST_TLS_KEY and MINIDIST_TLS_CA name; or "
+        "sim, simulated in this process (tcp)")
     add("--cluster", metavar="FILE", help="what sim assumes: speeds, links, failures (TOML, "
         "described in transports/cluster.py)")
     add("--assume", action="append", default=[], metavar="NAME=VALUE", help="one setting of "

@@ -69,7 +69,7 @@ def test_wrong_gradients_are_not_timed(monkeypatch):
 
 def test_allreduce(tmp_path):
     rows, table = rows_of("allreduce", cwd=tmp_path)
-    names = ["gloo", "pipe", "tcp", "udp"]
+    names = ["gloo", "pipe", "shm", "tcp", "udp"]
     assert [(row["size"], row["transport"]) for row in rows] == [
         (size, name) for size in ("1KB", "64KB") for name in names]
     assert {row["ratio"]["median"] for row in rows if row["transport"] == "gloo"} == {1.0}

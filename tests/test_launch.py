@@ -174,7 +174,7 @@ def test_two_machines(mark, tmp_path, monkeypatch):
     (["--log-dir", "/dev/null/x"], "--log-dir /dev/null/x"),
     (["--local-ranks-filter", "x"], "numbers joined by commas"),
     (["--servers", "1"], "server_command"),
-    (["--transport", "pigeon"], "no transport is called 'pigeon'; there are pipe, tcp, udp"),
+    (["--transport", "pigeon"], "no transport is called 'pigeon'; there are pipe, shm, tcp, udp"),
     (["--master-addr", "192.0.2.1"], "must be an address"),
 ])
 def test_flags_that_cannot_be_met(run, flags, says):

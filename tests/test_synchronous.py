@@ -596,9 +596,9 @@ def launched(tmp_path, strategy, transport, *flags):
     return [line.split()[-1] for line in done.stdout.splitlines() if "weights" in line]
 
 
-def test_the_same_bits_over_pipe_tcp_and_udp(tmp_path):
-    runs = [launched(tmp_path, "Synchronous", transport) for transport in ("pipe", "tcp", "udp")]
-    assert [len(run) for run in runs] == [3, 3, 3]
+def test_the_same_bits_over_every_transport(tmp_path):
+    runs = [launched(tmp_path, "Synchronous", name) for name in ("pipe", "shm", "tcp", "udp")]
+    assert [len(run) for run in runs] == [3, 3, 3, 3]
     assert len({digest for run in runs for digest in run}) == 1
 
 

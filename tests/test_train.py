@@ -81,12 +81,12 @@ def weights(path):
 
 
 def test_the_transport_does_not_change_a_bit(run, tmp_path):
-    for transport in "pipe", "tcp", "udp":
+    for transport in "pipe", "shm", "tcp", "udp":
         code, _, err = run("train", "--epochs", "1", "--batch-size", "150", "--workers", "2",
                            "--transport", transport, "--save", transport)
         assert code == 0, err
     first = weights(tmp_path / "pipe")
-    for transport in "tcp", "udp":
+    for transport in "shm", "tcp", "udp":
         for name, x in weights(tmp_path / transport).items():
             np.testing.assert_array_equal(x, first[name], f"{transport}: {name}")
 

@@ -16,12 +16,14 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import certificates
 import minidist_transports as mt
+from minidist_transports import launch
 from minidist_transports import protocol as p
 
 KEY = bytes(range(32))
@@ -43,11 +45,12 @@ def free_port(name):
 def configs(name, workers, servers=0, **settings):
     size = workers + servers
     settings = {"key": KEY, "start_timeout": 20.0, "timeout": 20.0, **settings}
-    if name == "pipe":
+    if name in launch.MESHES:
+        way = launch.MESHES[name]
         pipes = [{} for _ in range(size)]
         for a in range(size):
             for b in range(a):
-                (read_a, write_b), (read_b, write_a) = os.pipe(), os.pipe()
+                (read_a, write_b), (read_b, write_a) = way(), way()
                 pipes[a][b], pipes[b][a] = (read_a, write_a), (read_b, write_b)
         each = [{"pipes": ends} for ends in pipes]
     else:
@@ -125,6 +128,21 @@ def test_messages_arrive_whole_in_order_once(name):
         for stats in values(each(nodes, work)):
             assert stats["messages_sent"] == stats["messages_received"] == 2 * len(sizes)
             assert stats["bytes_sent"] > 2 * sum(sizes)
+
+
+@every
+def test_thousands_of_small_messages_wait_until_somebody_asks(name):
+    with cluster(name) as (a, b):
+        def talk():
+            for i in range(3000):
+                a.send(1, *opaque(i), [b"x" * (i % 3)])
+
+        def listen():
+            time.sleep(0.2)
+            for i in range(3000):
+                message = b.recv(0)
+                assert message.fields == (i,) and len(message.payload) == i % 3
+        values(together(talk, listen))
 
 
 @every
@@ -533,6 +551,20 @@ def test_D1_kill_9_is_seen_by_all_at_once(name):
         assert time.monotonic() - started < 9   # no heartbeat_timeout (10 s) was needed
 
 
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no such folder on this system")
+def test_shared_memory_has_no_name_that_could_stay_behind():
+    with processes("shm", 2, """
+        t.exchange(1 - rank, mt.protocol.OPAQUE, (0,), bytes(9 << 20), 1 - rank, bytearray(9 << 20))
+        print("exchanged", flush=True)
+        time.sleep(60)
+    """) as children:
+        for child in children:
+            assert child.stdout.readline() == "exchanged\n"
+            maps = Path("/proc", str(child.pid), "maps").read_text()
+            assert maps.count("/memfd:minidist (deleted)") == 2
+    assert not [name for name in os.listdir("/dev/shm") if "minidist" in name]
+
+
 @every
 def test_D1_the_death_of_the_coordinator_is_seen(name):
     patience = {"MINIDIST_HEARTBEAT": "0.3", "MINIDIST_HEARTBEAT_TIMEOUT": "2"}
@@ -737,7 +769,7 @@ def test_P2_the_wrong_service_on_the_port_is_recognised(banner):
     ({"key": bytes(32)}, "AUTH_FAILED"), ({"key": None}, "AUTH_REQUIRED"),
     ({"job": "other"}, "WRONG_JOB"), ({"generation": 3}, "GENERATION"),
     ({"node": 0, "workers": 2}, "WRONG_NODE")])
-@pytest.mark.parametrize("name", [n for n in PLUGINS if n != "pipe"])
+@pytest.mark.parametrize("name", [n for n in PLUGINS if n not in launch.MESHES])
 def test_wrong_key_job_generation_are_errors_on_both_sides(name, change, word, caplog):
     first, second = configs(name, 2, start_timeout=2.0)
     for key, value in change.items():
@@ -837,7 +869,7 @@ def test_D22_ipv6_only():
     together(*[node.close for node in nodes])
 
 
-@pytest.mark.parametrize("name", [n for n in PLUGINS if n != "pipe"])
+@pytest.mark.parametrize("name", [n for n in PLUGINS if n not in launch.MESHES])
 def test_listening_beyond_loopback_needs_a_key(name):
     config = configs(name, 2, key=None, start_timeout=0.1)[0]
     config.master = "0.0.0.0", free_port(name)

@@ -2,7 +2,7 @@
 
 Three layers, each of which knows nothing of the one above it:
 
-    driver     pipe.py tcp.py udp.py  moves bytes: a Stream to each peer
+    driver     pipe.py, tcp.py ...    moves bytes: a Stream to each peer
     protocol   protocol.py            greeting, keys, frames, heartbeats; no I/O
     node       node.py                runs sessions over streams: a Transport
 
@@ -149,6 +149,7 @@ class Stream(ABC):
     """
     read_fd: int = -1           # poll this for input; -1 if Driver.pump tells instead (udp)
     write_fd: int = -1          # poll this for room; the same as read_fd for a socket
+    room: int = 4               # the event on write_fd that tells of room (select.POLLOUT)
     name: str = ""              # who is at the other end, for people: "127.0.0.1:4711"
 
     @abstractmethod
@@ -234,7 +235,7 @@ class Config:
     key: bytes | None = None                # 32 bytes that all nodes of the job share
     job: str = "minidist"                   # nodes of another job are refused
     generation: int = 0                     # the membership view; every frame carries it
-    pipes: dict[int, tuple[int, int]] | None = None     # peer: (read fd, write fd)
+    pipes: dict[int, tuple[int, int]] | None = None     # peer: (read fd, write fd); also shm's
     tls: tuple[str, str, str] | None = None     # files: certificate, its key, who signed all
     listen_fd: int | None = None            # node 0: a bound socket that the launcher made
     start_timeout: float = 60.0             # until all nodes have joined
@@ -339,7 +340,7 @@ def check_exposed(host: str, config: Config) -> None:
 
 # ---- registry ------------------------------------------------------------------
 
-BUILTIN = ("pipe", "tcp", "udp", "tls", "sim")
+BUILTIN = ("pipe", "shm", "tcp", "udp", "tls", "sim")
 
 
 def names() -> list[str]:

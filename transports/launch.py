@@ -96,8 +96,9 @@ class Job:
         if self.transport == "sim" and self.machines > 1:
             raise LaunchError("transport 'sim' simulates all machines in one process: leave out "
                               "--nnodes and raise --nproc-per-node")
-        if self.transport == "pipe" and (self.machines > 1 or os.name != "posix"):
-            raise LaunchError("transport 'pipe' joins processes of one POSIX machine: use 'tcp'")
+        if self.transport in MESHES and (self.machines > 1 or os.name != "posix"):
+            raise LaunchError(f"transport {self.transport!r} joins processes of one POSIX "
+                              "machine: use 'tcp'")
 
     @property
     def world(self) -> int:
@@ -160,7 +161,7 @@ def listen(job: Job) -> socket.socket | None:
     Done here and handed down, so that a port in use is an error before anything
     has started, and nobody can take the port between the check and its use.
     """
-    if job.machine != 0 or job.transport == "pipe":
+    if job.machine != 0 or job.transport in MESHES:
         return None
     kind = socket.SOCK_DGRAM if job.transport == "udp" else socket.SOCK_STREAM
     tried = []
@@ -198,8 +199,19 @@ def listen(job: Job) -> socket.socket | None:
 Ends = dict[int, tuple[int, int]]  # for each peer: the descriptor to read, the one to write
 
 
-def pipe_mesh(nodes: Sequence[int]) -> Generator[tuple[int, Ends], None, None]:
-    """For each node in turn: its (read, write) ends of a pipe to and from every other.
+def socket_pair() -> tuple[int, int]:
+    a, b = socket.socketpair()
+    return a.detach(), b.detach()
+
+
+# Transports whose nodes are joined before they start, and what makes one way of a
+# connection: the descriptor of its reader, that of its writer.
+MESHES: dict[str, Callable[[], tuple[int, int]]] = {"pipe": os.pipe, "shm": socket_pair}
+
+
+def mesh_of(way: Callable[[], tuple[int, int]],
+            nodes: Sequence[int]) -> Generator[tuple[int, Ends], None, None]:
+    """For each node in turn: its (read, write) ends of a way from and to every other.
 
     A generator, so that few descriptors are open at a time: the ends of a node
     are closed here as soon as the caller, who has started it meanwhile, goes on.
@@ -209,8 +221,8 @@ def pipe_mesh(nodes: Sequence[int]) -> Generator[tuple[int, Ends], None, None]:
         for node in nodes:
             for peer in nodes:
                 if peer > node:
-                    here_reads, peer_writes = os.pipe()
-                    peer_reads, here_writes = os.pipe()
+                    here_reads, peer_writes = way()
+                    peer_reads, here_writes = way()
                     ends[node][peer] = here_reads, here_writes
                     ends[peer][node] = peer_reads, peer_writes
             yield node, ends[node]
@@ -553,7 +565,8 @@ class Group:
             self.guard = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", GUARD, str(job.grace)],
                 stdin=subprocess.PIPE, start_new_session=True)
-        mesh = pipe_mesh(nodes) if job.transport == "pipe" else ((n, {}) for n in nodes)
+        way = MESHES.get(job.transport)
+        mesh = mesh_of(way, nodes) if way is not None else ((n, {}) for n in nodes)
         with listener or contextlib.nullcontext(), contextlib.closing(mesh):
             for node, pipes in mesh:
                 env = job.environment(node)
@@ -794,7 +807,7 @@ def main(argv: Sequence[str] | None = None, server_command: Sequence[str] = (),
     add("--nproc-per-node", default="1", metavar="N",
         help="workers on this machine; auto or cpu: one a core (default 1)")
     add("--transport", default="tcp", metavar="NAME",
-        help="pipe, tcp, udp, tls or a plugin's name; sim simulates them (default tcp)")
+        help="pipe, shm, tcp, udp, tls or a plugin's name; sim simulates them (default tcp)")
     add("--tls", nargs=3, metavar=("CERT", "KEY", "CA"), help="use transport tls with these files: "
         "this machine's certificate, its private key, the certificate of who signed all")
     add("--servers", type=int, default=0, metavar="K", help="parameter servers (default 0)")

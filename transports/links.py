@@ -18,7 +18,7 @@ INBOX = 64 << 20        # bytes of messages that nobody has asked for yet, all p
 UNASKED = 1 << 30       # bytes of one such message; a larger one waits for its recv
 CHUNK = 1 << 18         # payload of a frame: what is in flight stays in the cache
 MOST_VIEWS = 512        # of one sendmsg (IOV_MAX is 1024 on Linux and macOS)
-IN, OUT = select.POLLIN, select.POLLOUT
+IN = select.POLLIN
 
 
 class Connection:
@@ -29,8 +29,9 @@ class Connection:
         self.writing: list = []                 # views of one frame, sent from the front
         self.current: Outgoing | None = None    # the message that the frame belongs to
         self.watched: dict[int, int] = {}       # what poll looks for, by descriptor
-        # Poll for room before writing (again); a new connection first comes up.
-        self.blocked = stream.write_fd >= 0 and session.side == protocol.DIALER
+        # Poll for room before writing (again); a socket that dialled first comes up.
+        self.blocked = (stream.read_fd == stream.write_fd >= 0
+                        and session.side == protocol.DIALER)
         self.opened = False                     # was joined
         self.twin = False                       # one too many to a peer that we know
         self.broken = self.gone = False         # cannot be written any more; was let go
@@ -196,7 +197,7 @@ class Links(Transport):
             if not conn.session.paused:
                 wanted[stream.read_fd] = IN
             if conn.blocked and not conn.broken:
-                wanted[stream.write_fd] = wanted.get(stream.write_fd, 0) | OUT
+                wanted[stream.write_fd] = wanted.get(stream.write_fd, 0) | stream.room
         if wanted != conn.watched:
             for poll in self.polls:
                 for fd in conn.watched.keys() - wanted.keys():

@@ -32,7 +32,7 @@ from . import (
     join_address,
     protocol,
 )
-from .links import CHUNK, OUT, Link
+from .links import CHUNK, Link
 from .members import Members, host_towards
 from .protocol import CODES, Outgoing, Session
 
@@ -249,10 +249,11 @@ class StreamTransport(Members):
         for fd, event in ready:
             conn = self.by_fd.get(fd)
             if conn is not None:
-                if event & OUT:
+                room = event & conn.stream.room if fd == conn.stream.write_fd else 0
+                if room:
                     conn.blocked = False
                     self._write(conn)
-                if event & ~OUT:                # input, or an end
+                if event & ~room:               # input, or an end
                     self._read(conn)
             elif fd == self.wake_read.fileno():
                 with contextlib.suppress(BlockingIOError):      # the other poll saw it too

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from . import Config, Driver, Stream
 
@@ -31,15 +31,17 @@ class PipeStream(Stream):
 
 
 class PipeDriver(Driver):
+    stream: Callable[[int, int, int], Stream] = PipeStream
+
     def __init__(self, config: Config):
         super().__init__(config)
         pipes = config.pipes or {}
         missing = set(range(config.size)) - {config.node} - set(pipes)
         if missing:
-            raise ValueError(f"no pipes to nodes {sorted(missing)}: pipes are made by the "
+            raise ValueError(f"no pipes to nodes {sorted(missing)}: they are made by the "
                              f"launcher (MINIDIST_PIPES); start with `minidist launch "
-                             f"--transport pipe`, or use tcp")
-        self.connected = {peer: PipeStream(peer, *ends) for peer, ends in pipes.items()}
+                             f"--transport pipe` (or shm), or use tcp")
+        self.connected = {peer: self.stream(peer, *ends) for peer, ends in pipes.items()}
 
 
 driver = PipeDriver
