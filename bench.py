@@ -785,6 +785,35 @@ def plot_allreduce(rows: list[dict], axes: Callable[..., Any]) -> None:
 
 
 # ---------------------------------------------------------------------------
+# parallel: training steps of two processes, against PyTorch's on gloo
+# ---------------------------------------------------------------------------
+
+
+class NaiveDataParallel:
+    """Data parallelism in its plainest form, to see what buckets buy: each gradient is a message
+    of its own, and the first leaves only when all are there.
+
+        naive = NaiveDataParallel(model, group)
+        loss_of(naive(x), y).backward()
+        naive.average_gradients()
+    """
+
+    def __init__(self, model: Any, group: Any) -> None:
+        self.model, self.group = model, group
+        for parameter in model.parameters():
+            group.broadcast(parameter, 0)
+
+    def __call__(self, x: Any) -> Any:
+        return self.model(x)
+
+    def average_gradients(self) -> None:
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                self.group.all_reduce(parameter.grad)
+                parameter.grad /= self.group.get_world_size()
+
+
+# ---------------------------------------------------------------------------
 # Figures and command line
 # ---------------------------------------------------------------------------
 

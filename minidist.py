@@ -7074,6 +7074,17 @@ class FlatVector:
         return pieces
 
 
+def start_equal(group: ProcessGroup, model: Any) -> None:
+    """See that all ranks built the same model, and give all of them the values of rank 0."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]  # tied ones once
+    group.agree("the model", [
+        f"{name} {tuple(x.shape)} {x.dtype}" +
+        " frozen" * (x._array.dtype.kind == "f" and not x.requires_grad)
+        for name, x in tensors], "build it by the same code in the same order on every rank")
+    for name, x in tensors:
+        group.broadcast(x, 0, name)
+
+
 # -- going on where a run stopped ------------------------------------------------------------------
 #
 # A run is more than its parameters: the optimizer's memory, the schedules, the random numbers, the
@@ -7337,13 +7348,7 @@ class Strategy(Resumable):
         self.turn, self.turns = 0, 1  # the passes that make one batch
         self.last_turn = True
         self._seen = 0  # samples that this rank's buffers have seen since they were equal
-        tensors = [*self.parameters.items(), *model.named_buffers()]
-        self.group.agree("the model", [
-            f"{name} {tuple(x.shape)} {x.dtype}" +
-            " frozen" * (x._array.dtype.kind == "f" and not x.requires_grad)
-            for name, x in tensors], "build it by the same code in the same order on every rank")
-        for name, x in tensors:
-            self.group.broadcast(x, 0, name)
+        start_equal(self.group, model)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
@@ -7893,18 +7898,142 @@ class Synchronous(Strategy):
 
 
 class DistributedDataParallel(Module):
-    """PyTorch's face of Synchronous: it wraps the model, and the optimizer stays as it was. Without
-    train.batches every rank counts the same, however many samples it has."""
+    """PyTorch's face of synchronous training: it wraps the model, and the optimizer stays as it
+    was. After backward `.grad` holds the mean over all ranks, the same bits on each.
 
-    def __init__(self, module: Module, device_ids: Any = None,
-                 process_group: ProcessGroup | None = None) -> None:
+    Gradients travel while backward computes others (Li et al. 2020, PyTorch Distributed). They are
+    gathered in buckets, in the order in which backward finds them: the last layer's first. A
+    thread sums each bucket that is full; the caller the last one, behind which nothing is left to
+    compute. The first is small, so that the network is soon at work.
+
+    All ranks must call forward and backward equally often. A parameter that no rank used keeps the
+    `.grad` it had (`find_unused_parameters` has nothing left to do). `.grad` shows a bucket: the
+    next backward writes there again, as with PyTorch's `gradient_as_bucket_view`. Forward first
+    gives all ranks the buffers of rank 0 (statistics of batch norm), unless the forward before
+    was in no_sync or without gradients. To evaluate on one rank alone, call `.module`."""
+
+    FIRST = 2**20  # bytes of the first bucket
+
+    def __init__(self, module: Module, device_ids: Any = None, output_device: Any = None,
+                 dim: int = 0, broadcast_buffers: bool = True, *,
+                 process_group: ProcessGroup | None = None, bucket_cap_mb: float = 25,
+                 find_unused_parameters: bool = False, gradient_as_bucket_view: bool = True,
+                 static_graph: bool = False) -> None:
         super().__init__()
         self.module = module
-        self._strategy = Synchronous(module, None, process_group)
-        self.no_sync = self._strategy.no_sync
+        self.broadcast_buffers, self.bucket_cap_mb = broadcast_buffers, bucket_cap_mb
+        self._group = process_group or _default_group.get() or ProcessGroup()
+        self._sync = True  # will the next backward send its gradients?
+        self._no_sync = False  # inside no_sync
+        self._stale = True  # may the ranks' buffers differ?
+        self._buckets: list[FlatVector] = []
+        self._place: dict[Tensor, int] = {}  # the bucket of each parameter
+        self._handles: list[Handle] = []
+        start_equal(self._group, module)
 
     def forward(self, *args: Any, **options: Any) -> Any:
+        if self._group.size > 1:
+            self._share_out()
+            self._begin()
+            if self._stale and self.broadcast_buffers:
+                self._pass_on_buffers()
+            self._stale = is_grad_enabled() and not self._no_sync
+            if is_grad_enabled():
+                self._sync = not self._no_sync
         return self.module(*args, **options)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate: what goes forward in this block comes back without sending anything. The
+        next backward sends the sum."""
+        before, self._no_sync = self._no_sync, True
+        try:
+            yield
+        finally:
+            self._no_sync = before
+
+    def _share_out(self) -> None:
+        """What is trainable at present, in buckets."""
+        trainable = {name: x for name, x in self.module.named_parameters() if x.requires_grad}
+        if self._place.keys() == set(trainable.values()):
+            return
+        sizes = itertools.chain([self.FIRST], itertools.repeat(self.bucket_cap_mb * 2**20))
+        parts: list[dict[str, Tensor]] = []
+        room, dtype = 0.0, None
+        for name, x in reversed(trainable.items()):
+            if room <= 0 or x.dtype != dtype:
+                parts.append({})
+                room, dtype = next(sizes), x.dtype
+            parts[-1][name] = x
+            room -= x._array.nbytes
+        self._buckets = [FlatVector(part, tail=len(part)) for part in parts]
+        self._place = {x: i for i, part in enumerate(parts) for x in part.values()}
+        for handle in self._handles:
+            handle.remove()
+        self._handles = [x.register_post_accumulate_grad_hook(self._on_leaf) for x in self._place]
+
+    def _pass_on_buffers(self) -> None:
+        """In one message."""
+        buffers = list(self.module.buffers())
+        if not buffers:
+            return
+        data = np.concatenate([x._array.reshape(-1).view(np.uint8) for x in buffers])
+        self._group.broadcast(data, 0, "the buffers")
+        stops = np.cumsum([x._array.nbytes for x in buffers])
+        for x, part in zip(buffers, np.split(data, stops)):
+            x._array[...] = part.view(x._array.dtype).reshape(x.shape)
+            touch(x, "DistributedDataParallel")
+
+    def _begin(self) -> None:
+        self._found: set[Tensor] = set()  # what this backward has found a gradient for
+        self._missing = [len(bucket.names) for bucket in self._buckets]
+        self._threads: list[threading.Thread] = []  # one for each bucket on its way
+        self._error: BaseException | None = None  # of such a thread
+
+    def _on_leaf(self, parameter: Tensor) -> None:
+        if not self._sync:
+            return
+        if not self._found:
+            queue_callback(self._on_backward_end)
+        self._found.add(parameter)
+        self._missing[self._place[parameter]] -= 1
+        # In order, so that all ranks make the same calls.
+        while not self._missing[len(self._threads)] and len(self._threads) < len(self._buckets) - 1:
+            thread = threading.Thread(target=self._carry, args=(len(self._threads),), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _carry(self, number: int) -> None:
+        if number:
+            self._threads[number - 1].join()
+        if self._error is None:
+            try:
+                self._sum(number)
+            except BaseException as error:
+                self._error = error
+
+    def _sum(self, number: int) -> None:
+        """Make the mean over all ranks of a bucket's gradients, and of how many ranks have them."""
+        bucket = self._buckets[number]
+        for x, view in zip(bucket.tensors, bucket.views):
+            view[...] = 0 if x.grad is None else x.grad._array
+        bucket.tail[:] = [x in self._found for x in bucket.tensors]
+        with np.errstate(all="ignore"):  # what is not finite, the program sees in .grad
+            self._group.all_reduce(bucket.vector, what=f"bucket {number} of the gradients")
+            np.divide(bucket.data, self._group.size, out=bucket.data)
+
+    def _on_backward_end(self) -> None:
+        for thread in self._threads[-1:]:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+        for number in range(len(self._threads), len(self._buckets)):
+            self._sum(number)
+        for bucket in self._buckets:
+            for x, view, count in zip(bucket.tensors, bucket.views, bucket.tail):
+                if count:
+                    x.grad = wrap(view)
+        self._begin()
 
 
 class NoiseScale:
