@@ -334,14 +334,9 @@ WORKLOADS = {
 SIDES = ("minidist", "torch", "tuned", "compiled")
 
 
-def train_member(side: str, threads: str, name: str) -> None:
-    """One side: a model, its optimizer, and the batches in a circle."""
-    workload, lib = WORKLOADS[name], import_module("minidist" if side == "minidist" else "torch")
-    if side == "minidist":
-        lib.tune()
-    else:
-        lib.set_num_threads(int(threads))
-    draw = np.random.default_rng(0)
+def prepare(workload: Workload, lib: Any, rank: int = 0) -> tuple[Any, list]:
+    """The model, with the same weights on all sides, and sixteen batches."""
+    draw = np.random.default_rng(rank)
     data = [[lib.tensor(array) for array in workload.data(draw, workload.batch)]
             for _ in range(16)]
     model = workload.model(lib)
@@ -350,6 +345,23 @@ def train_member(side: str, threads: str, name: str) -> None:
         bound = np.prod(p.shape[1:]) ** -0.5 if len(p.shape) > 1 else 0.0
         weights[key] = lib.tensor(rng.uniform(-bound, bound, tuple(p.shape)).astype(np.float32))
     model.load_state_dict(weights, strict=False)           # a batch norm's statistics stay
+    return model, data
+
+
+def loss_of(workload: Workload, lib: Any, out: Any, y: Any) -> Any:
+    function = getattr(lib.nn.functional, workload.loss)
+    return function(out.reshape(-1, out.shape[-1]), y.reshape(-1)
+                    if workload.loss == "cross_entropy" else y)
+
+
+def train_member(side: str, threads: str, name: str) -> None:
+    """One side: a model, its optimizer, and the batches in a circle."""
+    workload, lib = WORKLOADS[name], import_module("minidist" if side == "minidist" else "torch")
+    if side == "minidist":
+        lib.tune()
+    else:
+        lib.set_num_threads(int(threads))
+    model, data = prepare(workload, lib)
     plain = side in ("minidist", "torch")
     optimizer = workload.optimizer(lib.optim, model.parameters(), **({} if plain else
                                                                      {"fused": True}))
@@ -357,12 +369,7 @@ def train_member(side: str, threads: str, name: str) -> None:
         model.to(memory_format=lib.channels_last)
         data = [[x.to(memory_format=lib.channels_last), y] for x, y in data]
     run = lib.compile(model) if side == "compiled" else model
-    function, taken = getattr(lib.nn.functional, workload.loss), 0
-
-    def loss_of(x: Any, y: Any) -> Any:
-        out = run(x)
-        return function(out.reshape(-1, out.shape[-1]), y.reshape(-1)
-                        if workload.loss == "cross_entropy" else y)
+    taken = 0
 
     def steps(count: int) -> dict[str, list[float]]:
         nonlocal taken
@@ -372,7 +379,7 @@ def train_member(side: str, threads: str, name: str) -> None:
             taken += 1
             start = time.perf_counter()
             optimizer.zero_grad()
-            loss = loss_of(x, y)
+            loss = loss_of(workload, lib, run(x), y)
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
@@ -785,6 +792,109 @@ def plot_allreduce(rows: list[dict], axes: Callable[..., Any]) -> None:
 
 
 # ---------------------------------------------------------------------------
+# network: what a transport takes for a message there and back, and for many bytes
+# ---------------------------------------------------------------------------
+
+# UDP comes with a key or without, and with trains of datagrams (GSO, GRO) or one by one.
+CARRIERS = {"tcp": "tcp", "pipe": "pipe", "shm": "shm", "udp": "udp", "udp-nokey": "udp",
+            "udp-single": "udp", "udp-nokey-single": "udp"}
+BATCH = 4 * 2**20           # bytes of one message, where many are to go through
+
+
+def network_member(link: str) -> None:
+    """One of two nodes: node 0 begins, node 1 answers."""
+    import minidist as md
+    md.tune()
+    package = md.transports().__package__                 # beside minidist.py, or installed
+    transports, udp = import_module(package), vars(import_module(f"{package}.udp"))
+    config = transports.Config.from_env(os.environ)
+    config.key = None if "nokey" in link else config.key
+    udp["ANCILLARY"] &= "single" not in link
+    transport = transports.open(CARRIERS[link], config)
+    first, peer, kind = config.node == 0, 1 - config.node, transports.protocol.OPAQUE
+    message, arrived = bytearray(range(256)) * 4, bytearray(1024)
+    batch, place = np.arange(BATCH // 4), np.empty(BATCH // 4, int)
+
+    def ping(repeat: int) -> float:
+        """Seconds of a kilobyte's way there and back."""
+        start = time.perf_counter()
+        for _ in range(repeat):
+            if first:
+                transport.send(peer, kind, (0,), [message])
+            transport.recv(peer, into=arrived)
+            if not first:
+                transport.send(peer, kind, (0,), [arrived])
+        return (time.perf_counter() - start) / repeat
+
+    def stream(repeat: int) -> float:
+        """Seconds until a batch is there, when one follows the other."""
+        start = time.perf_counter()
+        for _ in range(repeat):
+            if first:
+                transport.send(peer, kind, (0,), [batch])
+            else:
+                transport.recv(peer, into=place)
+        if first:                                         # the last one's receipt
+            transport.recv(peer)
+        else:
+            transport.send(peer, kind, (0,))
+        return (time.perf_counter() - start) / repeat
+
+    def check() -> bool:
+        ping(1)
+        stream(1)
+        return arrived == message and (first or bool((place == batch).all()))
+
+    serve(config.node, check=check, ping=ping, stream=stream)
+    transport.close()
+
+
+def network(options: argparse.Namespace) -> list[dict]:
+    links = list(dict.fromkeys(["tcp", *options.links]))
+    repeat = {"ping": 20 if options.quick else 1000, "stream": 1 if options.quick else 16}
+    times: dict[tuple, list[float]] = {(link, what): [] for link in links for what in repeat}
+    command = [sys.executable, str(MINIDIST), "launch", "--nproc-per-node", "2", "--transport"]
+
+    def starter(link: str) -> Callable[[], Crew]:
+        return lambda: Crew(link, [*command, CARRIERS[link], *member("network", link)], size=2)
+
+    with crews({link: starter(link) for link in links}) as pairs:
+        for link, pair in pairs.items():
+            if not all(pair.ask("check")):
+                raise BenchError(f"{link}: nothing was timed, since what arrived is not what "
+                                 "was sent")
+        for turn in range(options.rounds or (2 if options.quick else 11)):
+            for link in links if turn % 2 else links[::-1]:
+                for what in repeat:
+                    answer = max(pairs[link].ask(what, repeat=repeat[what]))
+                    times[link, what].append(answer)
+    rows = [{
+        "link": link, "what": what, "time": spread(times[link, what]),
+        "bytes": 1024 if what == "ping" else BATCH,
+        "ratio": spread([a / b for a, b in zip(times[link, what], times["tcp", what])]),
+    } for link in links for what in repeat]
+    show_network(rows)
+    return rows
+
+
+def show_network(rows: list[dict]) -> None:
+    print("1 KB there and back, and what goes through one way in messages of 4 MB; in brackets "
+          "the times tcp's time")
+    for ping, stream in zip(rows[::2], rows[1::2]):
+        print(f"{ping['link']:18}{1e6 * ping['time']['median']:8.0f} us "
+              f"({ping['ratio']['median']:.2f})"
+              f"{stream['bytes'] / stream['time']['median'] / 1e9:8.2f} GB/s "
+              f"({stream['ratio']['median']:.2f})")
+
+
+def plot_network(rows: list[dict], axes: Callable[..., Any]) -> None:
+    for axis, what in zip(axes(2), ("ping", "stream")):
+        line = [row for row in rows if row["what"] == what]
+        axis.barh([row["link"] for row in line], [row["ratio"]["median"] for row in line])
+        axis.set(title=what, xlabel="time / tcp's", xscale="log")
+
+
+# ---------------------------------------------------------------------------
 # parallel: training steps of two processes, against PyTorch's on gloo
 # ---------------------------------------------------------------------------
 
@@ -811,6 +921,96 @@ class NaiveDataParallel:
             if parameter.grad is not None:
                 self.group.all_reduce(parameter.grad)
                 parameter.grad /= self.group.get_world_size()
+
+
+PAIRS = {"torch": "tcp", "tcp": "tcp", "shm": "shm", "naive": "tcp"}     # side: transport
+
+
+def parallel_member(side: str, name: str, rendezvous: str) -> None:
+    """One rank of two that train one model on batches of their own."""
+    workload, rank = WORKLOADS[name], int(os.environ["RANK"])
+    lib = import_module("torch" if side == "torch" else "minidist")
+    if side == "torch":
+        lib.set_num_threads(1)
+        lib.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank,
+                                           world_size=2)
+    else:
+        lib.tune()
+        lib.distributed.init_process_group()
+    model, data = prepare(workload, lib, rank)
+    if side == "naive":
+        run = NaiveDataParallel(model, lib.distributed)
+    else:
+        run = lib.nn.parallel.DistributedDataParallel(model)
+    optimizer, taken = workload.optimizer(lib.optim, model.parameters()), 0
+
+    def steps(count: int) -> dict[str, list[float]]:
+        nonlocal taken
+        losses, start = [], time.perf_counter()
+        for _ in range(count):
+            x, y = data[taken % len(data)]
+            taken += 1
+            optimizer.zero_grad()
+            loss = loss_of(workload, lib, run(x), y)
+            loss.backward()
+            if side == "naive":
+                run.average_gradients()
+            optimizer.step()
+            losses.append(loss.item())
+        return {"seconds": [(time.perf_counter() - start) / count], "losses": losses}
+
+    serve(rank, steps=steps)
+    lib.distributed.destroy_process_group()
+
+
+def parallel(options: argparse.Namespace) -> list[dict]:
+    need("torch", "bench", "the comparison with PyTorch's DistributedDataParallel")
+    rows = []
+    for name in options.models:
+        with tempfile.TemporaryDirectory() as folder, crews({
+                side: parallel_starter(side, name, f"{folder}/gloo") for side in PAIRS}) as sides:
+            rows += parallel_one(name, sides, options)
+        show_parallel(rows[-len(PAIRS):], header=len(rows) == len(PAIRS))
+    return rows
+
+
+def parallel_starter(side: str, name: str, rendezvous: str) -> Callable[[], Crew]:
+    command = [sys.executable, str(MINIDIST), "launch", "--nproc-per-node", "2", "--transport",
+               PAIRS[side], *member("parallel", side, name, rendezvous)]
+    return lambda: Crew(f"{side} {name}", command, size=2)
+
+
+def parallel_one(name: str, sides: dict[str, Crew], options: argparse.Namespace) -> list[dict]:
+    losses = {side: [rank["losses"] for rank in crew.ask("steps", count=3)]
+              for side, crew in sides.items()}
+    for side in sides:
+        if not np.allclose(losses[side], losses["torch"], rtol=1e-5):
+            raise BenchError(f"{name}: nothing was timed, since the ranks' losses differ: {side} "
+                             f"{losses[side]}, torch {losses['torch']}")
+    steps = 3 if options.quick else WORKLOADS[name].steps
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    for turn in range(options.rounds or (2 if options.quick else 11)):
+        for side in sides if turn % 2 else list(sides)[::-1]:
+            answers = sides[side].ask("steps", count=steps)
+            times[side].append(max(rank["seconds"][0] for rank in answers))
+    return [{"model": name, "side": side, "time": spread(times[side]),
+             "ratio": spread([a / b for a, b in zip(times[side], times["torch"])])}
+            for side in sides]
+
+
+def show_parallel(rows: list[dict], header: bool) -> None:
+    if header:
+        print("A step of two workers, ms; in brackets the ratio to PyTorch's")
+        print(" " * 14 + "".join(f"{row['side']:>18}" for row in rows))
+    cells = [f"{1e3 * row['time']['median']:.2f} ({row['ratio']['median']:.2f})" for row in rows]
+    print(f"{rows[0]['model']:14}" + "".join(f"{cell:>18}" for cell in cells), flush=True)
+
+
+def plot_parallel(rows: list[dict], axes: Callable[..., Any]) -> None:
+    for axis, side in zip(axes(len(PAIRS)), PAIRS):
+        line = [row for row in rows if row["side"] == side]
+        axis.bar([row["model"] for row in line], [1e3 * row["time"]["median"] for row in line])
+        axis.set(title=side, ylabel="ms")
 
 
 # ---------------------------------------------------------------------------
@@ -881,10 +1081,22 @@ COMMANDS = {
         "torch.distributed uses on CPUs, in turns. All ranks are on this machine.",
         {"transports": (list(TRANSPORTS), list(TRANSPORTS)), "ranks": ([2, 4], [2]),
          "sizes": (list(SIZES), ["1KB", "64KB"])}),
+    "network": Command(network, plot_network,
+        "Messages between two processes of this machine, by each transport, in turns: a kilobyte "
+        "there and back, and many bytes one way. UDP goes with a key (every datagram is "
+        "authenticated) or without, and in trains of datagrams, where Linux takes them, or one by "
+        "one. The ratios are to tcp.",
+        {"links": (list(CARRIERS), list(CARRIERS))}),
+    "parallel": Command(parallel, plot_parallel,
+        "Training steps of two processes by PyTorch's DistributedDataParallel on gloo and by "
+        "minidist's over TCP and shared memory, in turns, one thread each. `naive` sends each "
+        "gradient by itself, over TCP: so one sees what buckets buy.",
+        {"models": (list(WORKLOADS), ["mlp"])}),
 }
 
 MEMBERS: dict[str, Callable[..., None]] = {
-    "train": train_member, "ops": ops_member, "allreduce": allreduce_member}
+    "train": train_member, "ops": ops_member, "allreduce": allreduce_member,
+    "network": network_member, "parallel": parallel_member}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -76,6 +76,23 @@ def test_allreduce(tmp_path):
     assert all(name in table for name in names)
 
 
+def test_network(tmp_path):
+    rows, table = rows_of("network", "--links", "shm", "udp-nokey-single", cwd=tmp_path)
+    names = ["tcp", "shm", "udp-nokey-single"]            # tcp is what the others are held against
+    assert [(row["link"], row["what"]) for row in rows] == [
+        (name, what) for name in names for what in ("ping", "stream")]
+    assert {row["ratio"]["median"] for row in rows if row["link"] == "tcp"} == {1.0}
+    assert all(name in table for name in names)
+
+
+def test_parallel(tmp_path):
+    rows, table = rows_of("parallel", cwd=tmp_path)
+    assert [(row["model"], row["side"]) for row in rows] == [
+        ("mlp", side) for side in ("torch", "tcp", "shm", "naive")]
+    assert {row["ratio"]["median"] for row in rows if row["side"] == "torch"} == {1.0}
+    assert "naive" in table
+
+
 class Scripted:
     """A crew that trains by a script: its losses, then its parameters."""
 
