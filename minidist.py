@@ -6790,7 +6790,11 @@ class ProcessGroup:
         if op is ReduceOp.AVG and x.dtype.kind != "f":
             raise TypeError(f"all_reduce: the average of {x.dtype} would be rounded: use "
                             "ReduceOp.SUM and divide, or convert to a floating dtype first")
-        self._run("all_reduce", x, x, op, what=what)
+        own = None if self.transport is None else self.transport.all_reduce
+        if own is not None and x.dtype.kind in "iuf" and x.itemsize > 2:
+            own(x, op.value)
+        else:
+            self._run("all_reduce", x, x, op, what=what)
         if op is ReduceOp.AVG:
             np.divide(x, self.size, out=x)
         put_back(tensor, x, "all_reduce")
@@ -6994,18 +6998,25 @@ def init_process_group(backend: Any = None, init_method: str = "env://", timeout
     """Join the other processes of this job; returns when all are there.
 
     Who they are stands in the environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), which
-    `minidist launch`, torchrun and their like set; arguments win over it. Without RANK the
-    process is a group of one, so the same script also runs alone. `backend` names a transport
+    `minidist launch`, torchrun, mpiexec, srun and their like set (or others that say the same);
+    arguments win over it. Without them the process is a group of one, so the same script also
+    runs alone. `backend` names a transport
     ("pipe", "shm", "tcp", "udp"; by default the launcher's) or is one."""
     if is_initialized():
         raise RuntimeError("init_process_group was called twice: call destroy_process_group first")
     group = ProcessGroup()
     if backend is not None and not isinstance(backend, str):
         group = ProcessGroup(backend, backend.size if world_size < 0 else world_size)
-    elif rank >= 0 or "RANK" in os.environ:
+    elif rank >= 0 or launched():
         transport, config = transports().join(backend, init_method, timeout, world_size, rank)
         group = ProcessGroup(transport, config.workers)
     _default_group.set(group)
+
+
+def launched() -> bool:
+    """Whether a launcher that we know (see transports.LAUNCHERS) started this process."""
+    return any(name in os.environ for name in (
+        "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_STEP_NUM_TASKS"))
 
 
 def is_initialized() -> bool:
@@ -9592,7 +9603,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.command == "serve" and os.environ.get("MINIDIST_ROLE") == "server":
         serve()
         return 0
-    launched = "RANK" in os.environ  # by ourselves, `minidist launch`, torchrun, ...
     try:
         if flags.command == "serve":
             raise ValueError("the environment names no group to serve: `minidist train "
@@ -9601,9 +9611,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return describe(flags.names, flags.data_dir)
         if flags.servers is None:
             flags.servers = int(flags.workers > 1 and issubclass(flags.kind, Downpour))
-        workers = int(os.environ["WORLD_SIZE"]) if launched else flags.workers
+        ranks = launched()  # by ourselves, `minidist launch`, torchrun, ...
+        workers = transports().Config.from_env(os.environ).workers if ranks else flags.workers
         prepared(flags, workers)
-        if not launched and (workers > 1 or flags.transport):
+        if not ranks and (workers > 1 or flags.transport):
             launcher = companion("transports", "launch")
             transport = flags.transport or "tcp"
             job = launcher.Job(

@@ -27,7 +27,8 @@ from minidist_transports import launch
 from minidist_transports import protocol as p
 
 KEY = bytes(range(32))
-PLUGINS = [name for name in mt.BUILTIN if name != "sim"       # has no streams: test_sim.py
+APART = "sim", "mpi"    # no streams; no nodes in one process: test_sim.py, test_launchers.py
+PLUGINS = [name for name in mt.BUILTIN if name not in APART
            and importlib.util.find_spec(f"minidist_transports.{name}") is not None
            and (name != "tls" or certificates.AVAILABLE or os.environ.get("CI"))]
 every = pytest.mark.parametrize("name", PLUGINS)

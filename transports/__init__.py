@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import importlib
 import ipaddress
+import re
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -79,6 +80,8 @@ class Transport(ABC):
     incarnation: int = 0        # u32, random for each process: a restarted node is another
     doing: str = ""             # "all_reduce #57 (fc1.weight)": errors and stall reports say it
     stats: dict[str, int]       # STATS
+    all_reduce: Callable[[Any, str], None] | None = None    # (array, "sum"): one of its own,
+    #                                 which collectives then use, if it has any (see mpi.py)
     on_lost: Callable[[int, str], None] | None = None
     # Without on_lost the loss of any peer ends every wait with PeerLost: one
     # rank less means no sum. With it (parameter servers, asynchronous workers)
@@ -224,6 +227,34 @@ class Driver:
 
 # ---- configuration -----------------------------------------------------------
 
+# The variables by which launchers tell a process its rank, how many there are, and its
+# rank among those of its machine. The first row that is there counts.
+LAUNCHERS = {
+    "minidist launch, torchrun, PyTorchJob": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    "mpiexec of Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+                            "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "mpiexec of MPICH and Intel MPI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+}
+
+
+def as_torchrun(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment with torchrun's variables, whoever launched this process."""
+    env = dict(env)
+    for names in LAUNCHERS.values():
+        if all(env.get(name) for name in names[:2]):
+            env |= {ours: env[name] for ours, name in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+                                                          names) if name in env}
+            break
+    if "MASTER_ADDR" not in env and "SLURM_STEP_NODELIST" in env:
+        # The first of "node[03-05,9]" or "alpha,beta".
+        match = re.match(r"([^,\[]*)(?:\[(\d+))?", env["SLURM_STEP_NODELIST"])
+        env["MASTER_ADDR"] = "".join(part or "" for part in match.groups()) if match else ""
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and env.get("MASTER_PORT", "").isdecimal():
+        env["MASTER_PORT"] = str(int(env["MASTER_PORT"]) + 1)   # torchrun itself holds that port
+    return env
+
+
 @dataclass
 class Config:
     """All that a transport needs to know about the job and its place in it."""
@@ -269,7 +300,9 @@ class Config:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Config:
-        """Read the variables that torchrun and our launcher set."""
+        """Read the variables that our launcher and others set (see LAUNCHERS)."""
+        env = as_torchrun(env)
+
         def get(name: str, kind: Callable, default: Any) -> Any:
             text = env.get(name, "")
             if not text:
@@ -340,7 +373,7 @@ def check_exposed(host: str, config: Config) -> None:
 
 # ---- registry ------------------------------------------------------------------
 
-BUILTIN = ("pipe", "shm", "tcp", "udp", "tls", "sim")
+BUILTIN = ("pipe", "shm", "tcp", "udp", "tls", "mpi", "sim")
 
 
 def names() -> list[str]:

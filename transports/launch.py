@@ -96,6 +96,9 @@ class Job:
         if self.transport == "sim" and self.machines > 1:
             raise LaunchError("transport 'sim' simulates all machines in one process: leave out "
                               "--nnodes and raise --nproc-per-node")
+        if self.transport == "mpi":
+            raise LaunchError("transport 'mpi' starts with MPI's own launcher: MINIDIST_TRANSPORT="
+                              f"mpi mpiexec -n {self.workers} {' '.join(self.command)}")
         if self.transport in MESHES and (self.machines > 1 or os.name != "posix"):
             raise LaunchError(f"transport {self.transport!r} joins processes of one POSIX "
                               "machine: use 'tcp'")
