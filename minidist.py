@@ -8458,7 +8458,8 @@ class ServerSGD:
         values -= self.settings["lr"] / (max(staleness, 1) if aware else 1) * pushed
 
     def sent(self, values: np.ndarray, peer: int) -> None:
-        """The worker `peer` is sent these values now: for rules that want to know."""
+        """The worker `peer` is sent these values now, to compute with them: for rules that want
+        to know."""
 
 
 class ServerAdagrad(ServerSGD):
@@ -8642,7 +8643,8 @@ class ParameterServer:
             if clock == SNAPSHOT:
                 vectors += [np.broadcast_to(getattr(self.rule, name), self.values.shape)
                             for name in self.rule.memory]
-            self.rule.sent(vectors[0], peer)
+            if clock != SNAPSHOT:
+                self.rule.sent(vectors[0], peer)
             answers.append(Packet("STATE", peer, (clock, self.version, start, stop, dtype),
                                   np.concatenate(vectors)))
         return answers
@@ -8853,6 +8855,8 @@ class Downpour(Strategy):
     def _go_on(self) -> None:  # at the first loop or step, as a checkpoint may come until then
         if not self._begun:
             super()._go_on()
+            if self.elastic:
+                self.fetched[:] = self.weights.data  # the model may have been loaded since
             self._wire.send(self._worker.on_start(
                 self.rule, "" if self.compressor is None else self.compressor.name, self._vectors,
                 **self.settings()))
@@ -8890,6 +8894,7 @@ class Downpour(Strategy):
 
     def fetch(self) -> None:
         """The servers' parameters, every n_fetch pushes."""
+        self._go_on()
         self._wire.send(self._worker.on_step())
         self._until_answered("PULL")
 
