@@ -2,6 +2,7 @@
 compressors against their published formulas, strategies and split models against independent
 loops of theirs."""
 import re
+import threading
 import zlib
 
 import numpy as np
@@ -9,8 +10,8 @@ import pytest
 
 import minidist as md
 from memory import cluster, on_ranks, run
-from test_downpour import gradient
-from test_strategies import RANKS, STEPS, Vector, assert_equal, parameters, sgd, trained
+from test_downpour import Machines, gradient
+from test_strategies import RANKS, SIZE, STEPS, Vector, assert_equal, parameters, sgd, trained
 from test_tutorials import ROOT, assert_printed
 from test_tutorials import run as run_script
 
@@ -337,3 +338,135 @@ def test_powersgd_and_servers_do_not_go_together():
     train = dist.Downpour(model, sgd(model), compress="powersgd")
     with pytest.raises(TypeError, match="not with parameter servers"):
         trained(train, 0, 1)
+
+
+# ---- strategies ------------------------------------------------------------------
+
+class Schedule:
+    """Ranks, threads of one cluster, that make their steps in a given order."""
+
+    def __init__(self, order):
+        self.order, self.at, self.changed = [int(i) for i in order], 0, threading.Condition()
+
+    def turns(self, rank):
+        for _ in range(self.order.count(rank)):
+            with self.changed:
+                assert self.changed.wait_for(lambda: self.order[self.at] == rank, 20)
+            yield
+            with self.changed:
+                self.at += 1
+                self.changed.notify_all()
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_easgd_is_its_rule(momentum, servers):
+    """Zhang, Choromanska and LeCun 2015, algorithms 1 and 2, in the order of the authors' code,
+    optim-eamsgd.lua of sixin-zh/mpiT: the difference is taken before the local step, and applied
+    to the replica after it."""
+    tau, alpha, lr = 3, 0.9 / RANKS, 0.05
+    order = np.random.default_rng(1).integers(0, RANKS, STEPS)
+    schedule = Schedule(order)
+
+    def node(transport):
+        if transport.node >= RANKS:
+            return md.serve(transport, md.ParameterServer(RANKS))
+        group = dist.ProcessGroup(transport, RANKS)
+        model = Vector(parameters(group.rank))
+        train = md.plugin("easgd", dist.Strategy)(model, sgd(model, lr=lr), tau,
+                                                  inner_momentum=momentum, group=group)
+        train.zero_grad()
+        group.barrier()
+        for step, _ in enumerate(schedule.turns(group.rank)):
+            train.zero_grad()
+            model.pull(gradient(model.w.detach().numpy().copy(), group.rank, step))
+            train.step()
+            train._until_answered("PUSH")       # a fixed schedule: the centre has moved now
+        replica = train.weights.data - momentum * train.velocity
+        train.finish()
+        return replica, train.weights.data.copy()
+    with cluster(RANKS, servers) as nodes:
+        found = run(nodes, node)[:RANKS]
+
+    centre = parameters()
+    x, v, count = [centre.copy() for _ in range(RANKS)], np.zeros((RANKS, SIZE)), [0] * RANKS
+    for i in order:
+        elastic = 0
+        if count[i] % tau == 0:
+            elastic = alpha * (x[i] - centre)
+            centre = centre + elastic
+        v[i] = momentum * v[i]
+        x[i] = x[i] + v[i]                      # look ahead
+        g = gradient(x[i], i, count[i])
+        x[i] = x[i] - lr * g
+        v[i] = v[i] - lr * g
+        x[i] = x[i] - elastic
+        count[i] += 1
+    assert_equal([replica for replica, _ in found], x)
+    assert_equal([end for _, end in found], [centre] * RANKS)
+    assert len({end.tobytes() for _, end in found}) == 1
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_dcasgd_is_its_rule(adaptive):
+    """Zheng et al. 2017, algorithm 2 and equations 10 and 14: w_bak is what the worker got."""
+    rule = md.plugin("dcasgd", dist.ServerSGD)(0.05, 0.3, adaptive, 0.8)
+    machines = Machines(RANKS, rule=rule, n_fetch=2)
+    w = machines.values()
+    backup, mean_square = [w.copy() for _ in range(RANKS)], np.zeros(SIZE)
+    stale = 0
+    for step, i in enumerate(np.random.default_rng(2).integers(0, RANKS, STEPS)):
+        worker = machines.workers[i]
+        np.testing.assert_allclose(worker.parameters, backup[i], rtol=0, atol=1e-12)
+        g = gradient(backup[i], i, step)
+        machines.send(i, worker.on_gradient(gradient(worker.parameters, i, step), 1))
+        lam = 0.3
+        if adaptive:
+            mean_square = 0.8 * mean_square + 0.2 * g * g
+            lam = lam / np.sqrt(mean_square + 1e-7)
+        stale += (w != backup[i]).any()
+        w = w - 0.05 * (g + lam * g * g * (w - backup[i]))
+        machines.send(i, worker.on_step())
+        if worker.clock % 2 == 0:
+            backup[i] = w.copy()
+    assert_equal([machines.values()], [w])
+    assert stale > STEPS / 2
+
+
+def test_a_checkpoint_is_not_what_a_worker_computes_with():
+    rule = md.plugin("dcasgd", dist.ServerSGD)(0.05)
+    machines = Machines(1, rule=rule, n_fetch=100)
+    worker, server = machines.workers[0], machines.servers[1]
+    before = worker.parameters.copy()
+    machines.send(0, worker.on_gradient(np.ones(SIZE), 1) + worker.on_snapshot())
+    assert (worker.snapshot[1][0] != before).all()
+    np.testing.assert_array_equal(server.rule.then[0], before)
+
+
+def make(name, model, **options):
+    return md.plugin(name, dist.Strategy)(model, sgd(model), **options)
+
+
+@pytest.mark.parametrize("name, options", [
+    ("easgd", {"tau": 3}), ("easgd", {"tau": 4, "inner_momentum": 0.9}), ("dcasgd", {}),
+    ("dcasgd", {"adaptive": True})])
+def test_asynchronous_lessons_resume(name, options, tmp_path):
+    """One worker and its server: to the bit."""
+    never, first = (make(name, Vector(parameters()), **options) for _ in range(2))
+    trained(never, 0, 10), trained(first, 0, 10)
+    md.save({"model": first.model.state_dict(), "strategy": first.state_dict()}, tmp_path / "s")
+    state = md.load(tmp_path / "s")
+    second = make(name, Vector(np.zeros(SIZE)), **options)
+    second.model.load_state_dict(state["model"])
+    second.load_state_dict(state["strategy"])
+    assert trained(second, 0, 9, 10).tobytes() == trained(never, 0, 9, 10).tobytes()
+    assert trained(second, 0, 0, finish=True).tobytes() == \
+        trained(never, 0, 0, finish=True).tobytes()
+
+
+@pytest.mark.parametrize("name, options", [
+    ("easgd", {"tau": 0}), ("easgd", {"beta": 2.0}), ("easgd", {"inner_momentum": 1.0}),
+    ("dcasgd", {"lam": -1.0}), ("dcasgd", {"decay": 1.0})])
+def test_what_these_cannot_do(name, options):
+    with pytest.raises(ValueError, match=str(next(iter(options)))):
+        make(name, Vector(parameters()), **options)

@@ -10,8 +10,8 @@ The same d on both sides: what the replica gives up, the centre gains. alpha = b
 workers together move the centre as much as one would with beta; beta is 0.9. Nobody waits for
 anybody. In the end the centre is the result: it averages over replicas, and over time.
 
-With `momentum` it is the paper's EAMSGD (algorithm 2): the gradient is that of the place to which
-the velocity is about to carry the replica (Nesterov), and the spring has no part in the velocity:
+With `inner_momentum` it is the paper's EAMSGD (algorithm 2): the gradient is that of the place to
+which the velocity is about to carry the replica (Nesterov), and the spring has no part in it:
 
     v = momentum v - lr * gradient(x + momentum v);    x = x + v
 
@@ -39,13 +39,14 @@ class EASGD(dist.Downpour):
 
     name, drifts, elastic, adds_up = "easgd", True, True, False
 
-    def __init__(self, model, optimizer, tau: int = 4, beta: float = 0.9, momentum: float = 0.0,
-                 group=None) -> None:
-        if tau < 1 or not 0 < beta <= 1 or not 0 <= momentum < 1:
-            raise ValueError(f"tau={tau}, beta={beta}, momentum={momentum}: tau counts steps, from "
-                             "1; beta is above 0, up to 1; momentum is from 0 and below 1")
+    def __init__(self, model, optimizer, tau: int = 4, beta: float = 0.9,
+                 inner_momentum: float = 0.0, group=None) -> None:
+        if tau < 1 or not 0 < beta <= 1 or not 0 <= inner_momentum < 1:
+            raise ValueError(f"tau={tau}, beta={beta}, inner_momentum={inner_momentum}: tau "
+                             "counts steps, from 1; beta is above 0, up to 1; inner_momentum is "
+                             "from 0 and below 1")
         super().__init__(model, optimizer, rule=dist.ServerSGD(1.0), group=group)
-        self.tau, self.momentum = tau, momentum
+        self.tau, self.momentum = tau, inner_momentum
         self.alpha = beta / self.group.size
         self.velocity = np.zeros_like(self.weights.data)
 
