@@ -6606,8 +6606,17 @@ class Progress:
 #         train.step()
 #     train.finish()
 #
-# Synchronous: every step uses the mean gradient of all ranks, as one process with the whole batch
-# would. Downpour: every worker at its own pace, parameter servers add up what they push.
+# They are used alike, and differ in what travels, when, and for whom a rank waits:
+#
+#     Synchronous           gradients, added up at every step              waits for all
+#     LocalSGD, DiLoCo      parameters, averaged every so many steps       waits for all, seldom
+#     Gossip                parameters, averaged with neighbours           waits for neighbours
+#       asynchronous        the same, in pairs                             for one answer
+#     Downpour              gradients to servers, parameters from them     waits for servers alone
+#     StaleSynchronous      the same                                       and for who is far behind
+#
+# What they share comes first: state to go on from (Resumable), the model made equal and the batch
+# cut in shares (Strategy), compression of what travels (Compressor).
 
 
 def transports() -> Any:
@@ -7068,6 +7077,10 @@ class FlatVector:
             np.copyto(view, x._array)
             x._array = view
         return self
+
+    def like(self, tail: int = 0) -> FlatVector:
+        """Another one, of the same layout; the tensors stay where they are."""
+        return FlatVector(dict(zip(self.names, self.tensors)), tail)
 
     def changed(self, how: str) -> None:
         for x in self.tensors:
@@ -8047,6 +8060,9 @@ class DistributedDataParallel(Module):
         self._begin()
 
 
+# -- how noisy a gradient is -----------------------------------------------------------------------
+
+
 class NoiseScale:
     """The gradient noise scale tr(Sigma) / |G|^2 of McCandlish et al. 2018: about the batch size
     above which more samples a step hardly help. `value` is it, once there were steps.
@@ -8144,6 +8160,56 @@ def critical_batch(batches: Sequence[float], steps: Sequence[float]) -> tuple[fl
     return critical, least, critical * least
 
 
+# -- machines --------------------------------------------------------------------------------------
+#
+# Where ranks are not in step a message may come at any time. What it does is decided by a machine
+# without sockets: packets and ticks of a clock in, packets out. A thin loop drives it over a
+# transport; tests and simulators drive it directly.
+
+TICK = 5.0  # seconds without news after which a machine may look what to send again
+
+
+class Packet(NamedTuple):
+    """A message, in words."""
+
+    kind: str
+    peer: int  # to whom; for on_message: from whom
+    fields: tuple = ()
+    payload: Any = b""
+
+
+class Machine:
+    """What one node says, and does when it is spoken to."""
+
+    lost: set[int]  # nodes that are gone
+
+    def on_message(self, kind: str, peer: int, fields: tuple = (),
+                   payload: Any = b"") -> list[Packet]:
+        raise NotImplementedError
+
+    def on_lost(self, peer: int, why: tuple = ()) -> list[Packet]:
+        raise NotImplementedError
+
+    def on_tick(self, now: float) -> list[Packet]:
+        return []  # who only answers sends nothing again
+
+
+def drive(machine: Machine, wire: Any, done: Callable[[], bool], doing: str) -> None:
+    """The thin loop: carry packets and the ticks of a clock to a machine, and its answers away."""
+    waited = 0.0
+    while not done():
+        try:
+            feed(machine, wire, wire.recv(TICK, doing))
+        except TimeoutError:
+            waited += TICK
+            wire.send(machine.on_tick(waited))
+
+
+def feed(machine: Machine, wire: Any, packet: Any) -> None:
+    gone = packet[0] in ("GOODBYE", "LOST")
+    wire.send(machine.on_lost(*packet[1:3]) if gone else machine.on_message(*packet))
+
+
 # -- local steps and gossip ------------------------------------------------------------------------
 
 
@@ -8165,8 +8231,7 @@ class LocalSGD(Strategy):
             raise ValueError(f"sync_every={sync_every}: it counts steps, from 1")
         self.sync_every = sync_every
         self._weights = self.in_one_vector()
-        self._moved = FlatVector(dict(zip(self._weights.names, self._weights.tensors)),
-                                 self.group.size)
+        self._moved = self._weights.like(tail=self.group.size)
         self._shared = wrap(self._weights.data.copy())  # the parameters of the last meeting
         self._outer = SGD([self._shared.requires_grad_()], **self.outer)
 
@@ -8180,18 +8245,18 @@ class LocalSGD(Strategy):
 
     def meet(self) -> None:
         moved, shared = self._moved, self._shared._array
-        np.subtract(shared, self._weights.data, out=moved.data)
         moved.tail[:] = 0
-        moved.tail[self.group.rank] = -self._stop if np.isfinite(moved.data).all() else 1
-        self.group.all_reduce(moved.tail, what=f"flags of step {self.steps}")
+        with np.errstate(all="ignore"):  # what is not finite is all ranks' business
+            np.subtract(shared, self._weights.data, out=moved.data)
+            moved.tail[self.group.rank] = -self._stop if np.isfinite(moved.data).all() else 1
+            self.group.all_reduce(moved.vector if self.compressor is None else moved.tail,
+                                  what=f"moves of step {self.steps}")
         self._all_stop = bool((moved.tail < 0).any())
         if (moved.tail > 0).any():
             raise FloatingPointError(f"rank {self.group.rank}, step {self.steps}: the parameters of"
                                      f" ranks {np.flatnonzero(moved.tail > 0)} are not finite: "
                                      "lower the learning rate")
-        if self.compressor is None:
-            self.group.all_reduce(moved.data, what=f"moves of step {self.steps}")
-        else:
+        if self.compressor is not None:
             self.compressor.sum(self.group, moved)
         self._shared.grad = wrap(moved.data / self.group.size)
         self._outer.step()
@@ -8329,8 +8394,8 @@ class Gossip(Strategy):
                 feed(self._peer, self._wire, self._wire.recv(0.0, doing))
 
 
-class GossipPeer:
-    """AD-PSGD without sockets: what one rank says and does when it is spoken to.
+class GossipPeer(Machine):
+    """A rank of AD-PSGD.
 
     An active rank does not change its parameters between its question, which carries them, and
     the answer, which is the average; the passive one averages at one blow. So both end with the
@@ -8388,9 +8453,6 @@ class GossipPeer:
         self.waits_for.discard(peer)
         return self._last_words()
 
-    def on_tick(self, now: float) -> list[Packet]:
-        return []
-
     def on_finish(self) -> list[Packet]:
         self._ending = True
         return self._last_words()
@@ -8422,22 +8484,9 @@ class GossipPeer:
 # n_push steps, fetches the parameters every n_fetch steps and goes on by itself in between; servers
 # apply what comes in the order it comes. Nobody waits for a slow or dead worker; the price is that
 # gradients are stale: computed on parameters that have moved on since.
-#
-# Worker and server are machines without sockets: packets and ticks of a clock in, packets out. A
-# thin loop drives them over a transport; tests and simulators drive them directly.
 
 SNAPSHOT, FINISHED = 2**64 - 2, 2**64 - 1  # clocks: "all you have", "I have done my last step"
 SERVER_SETTINGS = ("warm_start", "gather", "bound")  # others are the rule's
-TICK = 5.0  # seconds without news after which a machine may look what to send again
-
-
-class Packet(NamedTuple):
-    """A message between worker and server, in words."""
-
-    kind: str
-    peer: int  # to whom; for on_message: from whom
-    fields: tuple = ()
-    payload: Any = b""
 
 
 class ServerSGD:
@@ -8477,7 +8526,7 @@ class ServerAdagrad(ServerSGD):
         super().apply(values, step, staleness)
 
 
-class ParameterServer:
+class ParameterServer(Machine):
     """One slice of the parameters, and the rule that changes it.
 
     - Rank 0 sends the initial values (INIT); whoever asks earlier waits for them.
@@ -8526,9 +8575,6 @@ class ParameterServer:
         self.lost.add(peer)
         self._pulls.pop(peer, None)
         return self._answers()
-
-    def on_tick(self, now: float) -> list[Packet]:
-        return []  # a server only answers
 
     def _on_init(self, peer: int, fields: tuple, payload: Any) -> list[Packet]:
         dtype, start, stop, rule, settings = fields
@@ -8654,7 +8700,7 @@ class Refused(Exception):
     """A server's reason not to do what a message asks: code and text."""
 
 
-class DownpourWorker:
+class DownpourWorker(Machine):
     """The worker's side of algorithm 1.
 
     `parameters` is the flat vector in which fetched ones arrive; `servers` says which node keeps
@@ -8829,7 +8875,7 @@ class Downpour(Strategy):
         self.rule = rule or ServerSGD(rates[0], staleness_aware)
         self._rate = float(optimizer.param_groups[0]["lr"])
         self.weights = self.in_one_vector()
-        self._gradient = FlatVector(dict(zip(self.weights.names, self.weights.tensors)))
+        self._gradient = self.weights.like()
         self.fetched = self.weights.data.copy() if self.elastic else self.weights.data
         transport, workers = self.group.transport, self.group.size
         if transport is not None and transport.size == workers:
@@ -8992,22 +9038,6 @@ class StaleSynchronous(Downpour):
         if self.bound:
             gradient *= self.samples / self.batch
         return gradient
-
-
-def drive(machine: Any, wire: Any, done: Callable[[], bool], doing: str) -> None:
-    """The thin loop: carry packets and the ticks of a clock to a machine, and its answers away."""
-    waited = 0.0
-    while not done():
-        try:
-            feed(machine, wire, wire.recv(TICK, doing))
-        except TimeoutError:
-            waited += TICK
-            wire.send(machine.on_tick(waited))
-
-
-def feed(machine: Any, wire: Any, packet: Any) -> None:
-    gone = packet[0] in ("GOODBYE", "LOST")
-    wire.send(machine.on_lost(*packet[1:3]) if gone else machine.on_message(*packet))
 
 
 class InProcess:
