@@ -8338,9 +8338,15 @@ class Gossip(Strategy):
                      self.graph(rank, size, step) for peer in peers if (peer - rank) % 2}
             self._peer = GossipPeer(rank, size, self._weights.data, sorted(reach))
             self._wire = transports().Wire(self.group.transport)
-            self._wire.send(self._peer.on_step())
+
+    def _go_on(self) -> None:  # at the first loop or step, as a checkpoint may come until then
+        if not self._begun:
+            super()._go_on()
+            if self._peer is not None:
+                self._wire.send(self._peer.on_step())
 
     def step(self) -> None:
+        self._go_on()
         if self._peer is not None:
             self._until(lambda: not self._peer.waits_for, "a neighbour's answer")
         else:

@@ -611,6 +611,24 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(name, tmp_path):
     assert on_ranks(3, lambda group: rank(group, True)) == on_ranks(3, rank)
 
 
+def test_asynchronous_gossip_goes_on_from_what_it_loads(tmp_path):
+    """Nobody averages with what a rank had before."""
+    saved = parameters(7)
+
+    def rank(group, steps=0):
+        model = Vector(saved if steps == 0 else parameters())
+        train = dist.Gossip(model, sgd(model, lr=0.0), "ring", True, group)
+        train.checkpoint(tmp_path / "state", every=1)
+        data = md.utils.data.TensorDataset(md.ones(4 + 4 * steps, SIZE, dtype=md.float64))
+        for x, in train.batches(md.utils.data.DataLoader(data, 4)):
+            (x @ model.w).mean().backward()
+            train.step()
+        train.finish()
+        return whole(model)
+    on_ranks(3, rank)
+    assert_equal(on_ranks(3, lambda group: rank(group, 5)), [saved] * 3)
+
+
 @pytest.mark.parametrize("name", [*RESUMABLE, "sync, shards", "downpour"])
 @pytest.mark.parametrize("stop", [3, 6])
 def test_train_checkpoint_keeps_every_strategy(name, stop, tmp_path):
