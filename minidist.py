@@ -6796,9 +6796,7 @@ class ProcessGroup:
     def all_reduce(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, what: str = "") -> None:
         """Replace the tensor on every rank by the sum (mean, minimum, ...) over all ranks."""
         x = elements_of(tensor)
-        if op is ReduceOp.AVG and x.dtype.kind != "f":
-            raise TypeError(f"all_reduce: the average of {x.dtype} would be rounded: use "
-                            "ReduceOp.SUM and divide, or convert to a floating dtype first")
+        self._check_average("all_reduce", x, op)
         own = None if self.transport is None else self.transport.all_reduce
         if own is not None and x.dtype.kind in "iuf" and x.itemsize > 2:
             own(x, op.value)
@@ -6827,6 +6825,7 @@ class ProcessGroup:
                        op: ReduceOp = ReduceOp.SUM) -> None:
         """Fill output with the sum over all ranks of their input_list[this rank]."""
         self._check_list("reduce_scatter", input_list, output)
+        self._check_average("reduce_scatter", to_array(output), op)
         x = tree_reduce(self._swap(input_list, op), COMBINE[op])
         put_back(output, x / x.dtype.type(self.size) if op is ReduceOp.AVG else x, "reduce_scatter")
 
@@ -6956,6 +6955,11 @@ class ProcessGroup:
         if not 0 <= rank < self.size:
             raise ValueError(f"rank {self.rank}: there is no rank {rank}, the group has ranks 0 to "
                              f"{self.size - 1}")
+
+    def _check_average(self, what: str, x: np.ndarray, op: ReduceOp) -> None:
+        if op is ReduceOp.AVG and x.dtype.kind != "f":
+            raise TypeError(f"{what}: the average of {x.dtype} would be rounded: use "
+                            "ReduceOp.SUM and divide, or convert to a floating dtype first")
 
     def _check_list(self, op: str, tensors: Sequence[Any], like: Any) -> None:
         shapes = [f"{a.shape} {a.dtype}" for a in map(to_array, [like, *tensors])]
@@ -7736,8 +7740,14 @@ class Synchronous(Strategy):
             if name not in self._hooked:
                 self._hooked.add(name)
                 x.register_post_accumulate_grad_hook(self._on_leaf)
-        tails = itertools.chain([2 + self.group.size + len(trainable)], itertools.repeat(0))
+        # A few numbers about the step travel behind the first vector. 16 bits would not hold them
+        # (float16 counts to 2048, bfloat16 to 256): then they travel alone, as what is compressed.
+        tail = 2 + self.group.size + len(trainable)
+        held = any(-size > 2 for size, _ in groups)
+        tails = itertools.chain([tail * held], itertools.repeat(0))
         self._flats = [FlatVector(groups[key], tail) for key, tail in zip(sorted(groups), tails)]
+        self._tail = self._flats[0].tail if held else np.zeros(tail, np.float32)
+        self._tail_alone = not held or self.compressor is not None
         self._order = [name for flat in self._flats for name in flat.names]
         self._begin()
 
@@ -7841,11 +7851,12 @@ class Synchronous(Strategy):
                 for flat, earlier in zip(self._flats, self._held.pop()[1]):
                     np.add(earlier, flat.data, out=flat.data)
             flags[self.group.rank] = 1 + self._first_not_finite() or -self._stop
-        for flat in self._flats[:1]:
-            flat.tail[:] = np.concatenate([[sum(self._counted.values()), self.steps % 32], flags,
-                                           self._present])
+        if not self._flats:
+            return []
+        self._tail[:] = np.concatenate([[sum(self._counted.values()), self.steps % 32], flags,
+                                        self._present])
         exact = self._flats if self.compressor is None else ()
-        return [flat.vector for flat in exact] or [flat.tail for flat in self._flats[:1]]
+        return [self._tail] * self._tail_alone + [flat.vector for flat in exact]
 
     def on_sum(self) -> None:
         """The vectors hold the sums now: check them, divide, and put them in place."""
@@ -7853,7 +7864,7 @@ class Synchronous(Strategy):
         if not self._flats:
             return
         size, where = self.group.size, f"rank {self.group.rank}, step {self.steps}: "
-        (samples, steps), flags, counts = np.split(self._flats[0].tail, [2, 2 + size])
+        (samples, steps), flags, counts = np.split(self._tail, [2, 2 + size])
         if (samples, steps) != (self.batch, size * (self.steps % 32)):
             raise RuntimeError(
                 f"{where}the ranks are not at the same step of the same batch (their samples add "

@@ -174,6 +174,18 @@ def test_the_nan_of_a_rank_without_samples_is_not_a_gradient():
     assert results[0] == results[1] and np.isfinite(results[0]).all()
 
 
+def test_counts_that_a_16_bit_gradient_could_not_hold():
+    def work(group):
+        model = nn.Linear(1, 1, bias=False).to(np.float16)
+        train = md.Synchronous(model, md.optim.SGD(model.parameters(), lr=0.1), group)
+        data = md.utils.data.TensorDataset(md.tensor(np.zeros((8198, 1), np.float16)))
+        for (x,) in train.batches(md.utils.data.DataLoader(data, batch_size=8198)):
+            (model(x).sum() * 0 + model.weight.sum()).backward()
+            train.step()
+        return model.weight.grad.item()
+    assert all(abs(gradient - 1) < 2**-9 for gradient in on_ranks(4, work))
+
+
 # ---- D15, D16: parameters that are missing, frozen, tied -------------------------
 
 def test_D15_a_gradient_that_one_rank_lacks_counts_as_zero():

@@ -332,6 +332,7 @@ class Config:
             generation=get("MINIDIST_GENERATION", int, 0),
             pipes=get("MINIDIST_PIPES", pipes, None),
             listen_fd=get("MINIDIST_LISTEN_FD", int, None),
+            checksums=bool(get("MINIDIST_CHECKSUMS", int, 0)),
             start_timeout=get("MINIDIST_START_TIMEOUT", float, cls.start_timeout),
             timeout=get("MINIDIST_TIMEOUT", float, cls.timeout),
             heartbeat=get("MINIDIST_HEARTBEAT", float, cls.heartbeat),

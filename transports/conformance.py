@@ -91,6 +91,7 @@ class Line:
         self.sequence = self.rank = 0
         self.limit = self.room = p.MAX_FRAME    # payload of a frame: the worker's, ours
         self.hello = (b"", b"")         # both greetings, dialer's first
+        self.checksums = False          # of payloads too: both greetings have the bit
 
     # -- bytes
 
@@ -156,13 +157,15 @@ class Line:
                 raise Broken("4.1-1", f"lengths within the limits (payload {self.limit})",
                              f"fields of {size}, payload of {length} of {total}")
             fields = self.take(size, "4.1-1", f"{size} bytes of fields", deadline)
-            if crc != zlib.crc32(fields):
-                raise Broken("4.1-1", "the checksum of the fields alone, as greeted", f"{crc:#x}")
             if generation or flags & ~p.MORE:
                 raise Broken("2-2", "generation 0, no reserved flag", head.hex())
             payload = self.take(length, "4.2-2", f"{length} bytes of payload", deadline)
+            if crc != zlib.crc32(payload if self.checksums else b"", zlib.crc32(fields)):
+                raise Broken("5-4", "the checksum of the fields, "
+                             f"{'and the payload' if self.checksums else 'alone'}, as greeted",
+                             f"{crc:#x}")
             if kind in p.SESSION_KINDS and (channel or flags or length != total):
-                raise Broken("4.2-3", "one frame on channel 0", head.hex())
+                raise Broken("4.3-1", "one frame on channel 0", head.hex())
             # Frames of the session may come between those of a message.
             first = None if kind in p.SESSION_KINDS else self.partial.get(channel)
             if first is None:
@@ -200,13 +203,21 @@ class Line:
             elif heard.name not in ("PING", "PONG"):
                 raise Broken(rule, name, p.describe(getattr(p, heard.name), heard.fields))
 
-    def say(self, kind: int, values: Sequence = (), payload: bytes = b"") -> None:
-        fields, total = p.MESSAGES[kind].pack(values), len(payload)
-        while len(payload) > self.room:         # with a PING between two frames
-            self.send(frame(kind, fields, payload[:self.room], total, flags=p.MORE)
-                      + frame(p.PING, bytes(6)))
-            fields, payload = b"", payload[self.room:]
-        self.send(frame(kind, fields, payload, total))
+    def frames(self, kind: int, values: Sequence = (), payload: bytes = b"", channel: int = 0
+               ) -> list[bytes]:
+        """A message, in frames that the worker takes."""
+        fields, total, made = p.MESSAGES[kind].pack(values), len(payload), list[bytes]()
+        while payload or not made:
+            piece, payload = payload[:self.room], payload[self.room:]
+            made.append(frame(kind, fields, piece, total, flags=p.MORE * bool(payload),
+                              channel=channel,
+                              crc=zlib.crc32(fields + piece) if self.checksums else None))
+            fields = b""
+        return made
+
+    def say(self, kind: int, values: Sequence = (), payload: bytes = b"", channel: int = 0) -> None:
+        between = frame(p.PING, bytes(6))       # between two frames of a message
+        self.send(between.join(self.frames(kind, values, payload, channel)))
 
     def refuses(self, rule: str, *names: str, within: float = PATIENCE) -> None:
         """ERROR with one of these codes, then the end; what was under way may come before."""
@@ -315,7 +326,7 @@ class Trial:
             "MINIDIST_TRANSPORT": transport, "MINIDIST_KEY": self.config.key.hex(),
             "MINIDIST_JOB": JOB, "MINIDIST_GENERATION": "0", "MINIDIST_ROLE": "worker",
             "MINIDIST_HEARTBEAT": str(SILENCE), "MINIDIST_HEARTBEAT_TIMEOUT": str(DEATH),
-            "MINIDIST_START_TIMEOUT": "12", "MINIDIST_TIMEOUT": "20"},
+            "MINIDIST_START_TIMEOUT": "12", "MINIDIST_TIMEOUT": "20", "MINIDIST_CHECKSUMS": "1"},
             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
     def close(self) -> None:
@@ -390,8 +401,10 @@ class Trial:
             raise Broken("2-2", "no capability bits but 0 and 56 to 63", hex(it.capabilities))
         if self.rank == 0:
             line.send(ours, piece)
-        line.limit = min(p.Greeting(*p.GREETING.unpack(ours)).max_frame, it.max_frame, p.MAX_FRAME)
+        own = p.Greeting(*p.GREETING.unpack(ours))
+        line.limit = min(own.max_frame, it.max_frame, p.MAX_FRAME)
         line.room = min(line.limit, 50_000)
+        line.checksums = bool(own.capabilities & it.capabilities & p.CHECKSUMS)
         line.hello = (data, ours) if self.rank == 0 else (ours, data)
 
     def proof(self, line: Line, side: bytes, key: bytes | None = None) -> bytes:
@@ -410,8 +423,8 @@ class Trial:
         if self.rank == 1:
             line.send(mine, piece)
 
-    def join(self, piece: int = 1 << 30, **changes: Any) -> Line:
-        """The whole handshake."""
+    def join(self, piece: int = 1 << 30, roster: bool = True, **changes: Any) -> Line:
+        """The whole handshake; without a roster, the worker waits for one."""
         line = self.line()
         self.greet(line, self.greeting(**changes), piece)
         self.prove(line, piece)
@@ -425,8 +438,8 @@ class Trial:
                 raise Broken("9.2-1", "JOIN with host:port", str(error)) from None
             line.send(frame(p.WELCOME, p.MESSAGES[p.WELCOME].pack((0, 7))), piece)
             members = [p.Member(0, 0, 7, self.address), p.Member(1, 0, incarnation, address)]
-            line.send(frame(p.ROSTER, p.MESSAGES[p.ROSTER].pack((2,)),
-                            p.pack_roster(members)), piece)
+            if roster:
+                line.send(line.frames(p.ROSTER, (2,), p.pack_roster(members))[0], piece)
         else:
             line.send(self.joining(), piece)
             node, incarnation = line.hear("WELCOME", "9.1-1").fields
@@ -577,6 +590,19 @@ def _(trial: Trial) -> None:
     for n in (1, 5000, 60_000):
         line.round(n)
     finish(trial, line)
+
+
+@stage("speaks with checksums, if it has offered them", "5-3 5-4")
+def _(trial: Trial) -> None:
+    line = trial.join(capabilities=p.CHECKSUMS)
+    line.round(40_000)
+    if not line.checksums:
+        finish(trial, line)
+        return
+    data = line.frames(p.OPAQUE, (9,), b"payload", channel=9)[0]
+    line.send(data[:-1] + b"!")
+    line.refuses("5-4", "CHECKSUM")
+    trial.exits(False)
 
 
 # -- what must be refused
@@ -733,11 +759,21 @@ def _(trial: Trial) -> None:
     line.refuses("9.1-1", "WRONG_NODE")
 
 
-@stage("refuses a roster with unknown nodes", "9.2-2", COORDINATOR)
+for _what, _nodes, _code in (("with a node that the job does not have", (0, 1, 2), "WRONG_NODE"),
+                             ("without a node", (1,), "BAD_FIELDS")):
+    @stage(f"refuses a roster {_what}", "9.2-2", COORDINATOR)
+    def _(trial: Trial, nodes: tuple = _nodes, code: str = _code) -> None:
+        line = trial.join(roster=False)
+        line.say(p.ROSTER, (len(nodes),), p.pack_roster([p.Member(n, 0, 7, "") for n in nodes]))
+        line.refuses("9.2-2", code)
+        trial.exits(False)
+
+
+@stage("refuses a second roster", "9.2-2", COORDINATOR)
 def _(trial: Trial) -> None:
     line = trial.join()
-    line.say(p.ROSTER, (1,), p.pack_roster([p.Member(77, 0, 1, "")]))
-    line.refuses("9.2-2", "WRONG_NODE")
+    line.say(p.ROSTER, (2,), p.pack_roster([p.Member(n, 0, 7, "127.0.0.1:9") for n in (0, 1)]))
+    line.refuses("9.2-2", "UNEXPECTED")
     trial.exits(False)
 
 
@@ -797,7 +833,7 @@ for _what, _rule, _code, _data in (
         ("nine dimensions", "4.1-1", "TOO_LARGE",
          frame(p.TENSOR, bytes(4) + b"\1\x09" + bytes(36))),
         ("PROOF when open", "9.1-1", "UNEXPECTED", frame(p.PROOF, bytes(32))),
-        ("PING on channel 1", "4.2-3", "BAD_FRAME", frame(p.PING, bytes(6), channel=1)),
+        ("PING on channel 1", "4.3-1", "BAD_FRAME", frame(p.PING, bytes(6), channel=1)),
         ("another kind inside a message", "4.2-2", "UNEXPECTED",
          _PART + frame(p.STATE, bytes(33), channel=7)),
         ("fields in a later frame", "4.2-2", "UNEXPECTED",
@@ -818,7 +854,8 @@ for _what, _rule, _code, _data in (
 
 @stage("holds 64 MiB that it has not asked for, and no more", "2-3 9.5-2", transports=("tcp",))
 def _(trial: Trial) -> None:
-    line, data = trial.join(), frame(p.OPAQUE, bytes(8), bytes(1 << 20), channel=9)
+    line = trial.join()
+    data = b"".join(line.frames(p.OPAQUE, (9,), bytes(1 << 20), channel=9))
     for count in range(160):                    # (socket buffers hold some more)
         try:
             line.send(data, patience=DEATH + 1)

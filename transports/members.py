@@ -137,15 +137,23 @@ class Members(Links):
         elif link.peer != 0:
             raise broken("UNEXPECTED", f"{protocol.describe(kind, fields)} from node {link.peer}")
         elif kind == protocol.ROSTER:
-            for member in protocol.unpack_roster(fields[0], message.payload):
-                if member.node == self.node:
-                    continue
-                if member.node not in self.links:
-                    raise broken("WRONG_NODE", f"a roster with node {member.node} in a job of "
-                                               f"{self.size} nodes")
-                link = self.links[member.node]
+            self._note_roster(protocol.unpack_roster(fields[0], message.payload))
+
+    def _note_roster(self, members: list[protocol.Member]) -> None:
+        """Node 0 says that all are there, and where."""
+        if self.ready:
+            raise broken("UNEXPECTED", "a second roster")
+        nodes = [member.node for member in members]
+        if max(nodes, default=0) >= self.size:
+            raise broken("WRONG_NODE", f"a roster with node {max(nodes)} in a job of {self.size} "
+                                       "nodes")
+        if sorted(nodes) != list(range(self.size)):
+            raise broken("BAD_FIELDS", f"a roster of the nodes {nodes} in a job of {self.size}")
+        for member in members:
+            link = self.links.get(member.node)
+            if link is not None:
                 link.address, link.incarnation = member.address, member.incarnation
-            self.ready = True
+        self.ready = True
 
     def _decide(self, conn: Connection, node: int, role: int, incarnation: int,
                 address: str) -> None:

@@ -250,7 +250,7 @@ class Session {
       broken("TOO_LARGE", `a frame of ${size} and ${length} bytes of a message of ${total}`);
     }
     const fields = Buffer.from(yield size);
-    if (!this.checksums && crc32(fields) !== checksum) broken("BAD_FRAME", "fields are damaged");
+    if (!(this.checksums && length) && crc32(fields) !== checksum) broken("BAD_FRAME", "fields are damaged");
     if (flags & ~1 || length > total) broken("BAD_FRAME", `flags ${flags}, ${length} of ${total}`);
     if (generation !== this.job.generation) broken("GENERATION", `generation ${generation}`);
     let message = session ? undefined : this.partial.get(channel);
@@ -1109,12 +1109,17 @@ class Node {
   told(from, name, values, payload) {
     if (name === "ROSTER") {
       if (from.peer !== 0) broken("UNEXPECTED", `ROSTER from node ${from.peer}`);
-      const cursor = new Cursor(payload);
+      if (this.ready) broken("UNEXPECTED", "a second roster");
+      const cursor = new Cursor(payload), nodes = new Set();
       for (let i = 0; i < values[0]; i++) {
         const [node, , incarnation, address] = [
           cursor.u32(), cursor.u8(), cursor.u32(), cursor.text()];
         if (!this.links[node]) broken("WRONG_NODE", `a roster with node ${node}`);
         Object.assign(this.links[node], { incarnation, address });
+        nodes.add(node);
+      }
+      if (values[0] !== this.size || nodes.size !== this.size) {
+        broken("BAD_FIELDS", `a roster of the nodes ${[...nodes]} in a job of ${this.size}`);
       }
       this.ready = true;
       return this.changed();
