@@ -130,7 +130,7 @@ class DeliveryRate(Controller):
     ROUNDS = 10                                 # that a sample of the bandwidth is good for
     KEEP, STEEP = 0.7, 0.4                      # beta and C of RFC 9438
     FRIENDLY = 3 * (1 - KEEP) / (1 + KEEP)      # packets a round trip: Reno's growth (its 4.3)
-    QUEUE = 1 / 8                               # of the floor: answers so much later have queued
+    QUEUE, JITTER = 1 / 16, 0.0005              # of the floor, s: answers that late have queued
     NOISE = 1 / 5                               # of the bytes
     FLOOR_LIFE, FLOOR_PROBE = 10.0, 0.2         # s
     QUANTUM = 0.001                             # s of sending that timers may bunch up
@@ -162,7 +162,7 @@ class DeliveryRate(Controller):
     @property
     def queued(self) -> bool:
         """Not one answer of a whole round trip came as quickly as the path allows."""
-        return min(self.least) > (1 + self.QUEUE) * self.floor + self.QUANTUM
+        return min(self.least) > (1 + self.QUEUE) * self.floor + self.JITTER
 
     def on_acked(self, now: float, acked: Acked) -> None:
         arrived = sum(run.length for run in acked.runs)

@@ -33,7 +33,7 @@ def run_goodput():
 
 def run_share():
     rows = []
-    for queue in (0.5, 1, 2, 4):
+    for queue in (0.25, 1, 4):
         for first, second in ((("udp", ""), ("tcp", "cubic")), (("udp", ""), ("udp", "")),
                               (("tcp", "bbr"), ("tcp", "cubic"))):
             one, other = share([first, second], 20.0, queue=queue * LINK["queue"])
