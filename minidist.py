@@ -31,6 +31,7 @@ Contents (search for the ruled headings):
 from __future__ import annotations
 
 import argparse
+import atexit
 import builtins
 import collections
 import contextlib
@@ -6782,6 +6783,8 @@ class ProcessGroup:
         self.transport, self.size = transport, size
         self.rank = 0 if transport is None else transport.node
         self.sequence = 0
+        self.inherited = ""  # a file: the state that this process's predecessor left, if it did
+        self.kept: bytes | None = None  # the state that it will leave itself
         self._landing = np.empty(0, np.uint8)  # where what is to be combined arrives
         self._unclaimed: list[tuple] = []  # tensors whose tag recv has not asked for yet
 
@@ -7023,6 +7026,9 @@ def init_process_group(backend: Any = None, init_method: str = "env://", timeout
     elif rank >= 0 or launched():
         transport, config = transports().join(backend, init_method, timeout, world_size, rank)
         group = ProcessGroup(transport, config.workers)
+    if "MINIDIST_STATE" in os.environ:
+        group.inherited = os.environ["MINIDIST_STATE"]
+        on_meeting(group)
     _default_group.set(group)
 
 
@@ -7030,6 +7036,27 @@ def launched() -> bool:
     """Whether a launcher that we know (see transports.LAUNCHERS) started this process."""
     return any(name in os.environ for name in (
         "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_STEP_NUM_TASKS"))
+
+
+def on_meeting(group: ProcessGroup) -> None:
+    """However the program ends, its successor in the next generation goes on from its last step.
+    SIGUSR1 ends it: a worker was lost, and all are called."""
+    main = threading.current_thread() is threading.main_thread()
+
+    def leave() -> None:
+        if main:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        if group.kept is not None:
+            pathlib.Path(group.inherited + "~").write_bytes(group.kept)
+            os.replace(group.inherited + "~", group.inherited)
+
+    def handler(number: int, frame: Any) -> None:
+        leave()
+        raise SystemExit(75)  # EX_TEMPFAIL: the launcher starts it again
+
+    atexit.register(leave)
+    if main:
+        signal.signal(signal.SIGUSR1, handler)
 
 
 def is_initialized() -> bool:
@@ -7117,8 +7144,9 @@ def start_equal(group: ProcessGroup, model: Any) -> None:
 #
 # A run is more than its parameters: the optimizer's memory, the schedules, the random numbers, the
 # place in the data. All of it is kept between two steps, and a run that goes on from there makes
-# the bits that it would have made. That serves twice: a checkpoint that a later run resumes; and
-# SIGTERM, after which all ranks end at one step.
+# the bits that it would have made. That serves thrice: a checkpoint that a later run resumes;
+# SIGTERM, after which all ranks end at one step; and the loss of a worker, after which the others
+# and its successor begin as the next generation, from the last step that any of them completed.
 
 
 class Resumable:
@@ -7240,6 +7268,8 @@ class Resumable:
         if self._kept_at == (self.steps, self.epoch):
             return  # no step since
         self._kept_at = self.steps, self.epoch
+        if self.group.inherited:
+            self.group.kept = packed(self._run_state([packed(self._rank_state())]))
         alone = self.group.size == 1 or not self.lockstep
         ending = self._stop if alone else self._all_stop
         if ending and not self.lockstep:
@@ -7273,16 +7303,20 @@ class Resumable:
         if self._begun:
             return
         self._begun = True
-        if self._path or self._resume_from:
+        if self._path or self._resume_from or self.group.inherited:
             self._exchange()
+        if self._path or self._resume_from:
             on_sigterm(self)
 
     def _exchange(self) -> None:
         """All ranks adopt the state of the one that got furthest; see PROTOCOL.md, 9.9."""
-        path, furthest = self._resume_from, (-1, -1, -1)
-        best = load(path) if path and os.path.exists(path) else None
-        if best:
-            furthest = tuple(best["run"][key] for key in ("age", "steps", "epoch"))
+        def reach(state: Any) -> tuple:
+            return tuple(state["run"][key] for key in ("age", "steps", "epoch"))
+
+        found = [load(path) for path in (self._resume_from, self.group.inherited)
+                 if path and os.path.exists(path)]
+        best = max(found, key=reach, default=None)
+        furthest = reach(best) if best else (-1, -1, -1)
         rows = np.zeros((self.group.size, 3), np.int64)
         self.group.all_gather(list(rows), np.array(furthest), "the state to go on from")
         places = [tuple(row) for row in rows.tolist()]
@@ -7295,6 +7329,8 @@ class Resumable:
         if len(set(places)) > 1:
             data = self.group.pass_on(packed(best) if self.group.rank == source else b"", source)
             best = best if furthest == places[source] else load(io.BytesIO(data))
+        if self.group.inherited:
+            self.group.kept = packed(best)
         self._adopt(best)
         if not self.drifts:
             self.group.agree("the state to go on from", lines_of(self.optimizer) + [

@@ -163,7 +163,10 @@ def test_two_machines(mark, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("flags, says", [
-    (["--max-restarts", "3"], "resume from a checkpoint"),
+    (["--max-restarts", "-1"], "at least 1 worker and 0 restarts"),
+    (["--nproc-per-node", "3:2"], "at least 1 worker and 0 restarts"),
+    (["--nproc-per-node", ":2"], "a number is needed"),
+    (["--nnodes", "2", "--max-restarts", "1"], "on one POSIX machine"),
     (["--nnodes", "1:4"], "does not grow"),
     (["--nnodes", "2"], "MINIDIST_KEY"),
     (["--nnodes", "2", "--node-rank", "2"], "must be 0 to 1"),

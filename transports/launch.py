@@ -6,6 +6,8 @@
     start       one process a worker (and a parameter server), each told by
                 environment variables who it is and how to reach the others
     watch       pass on what they print, line by line, with their rank before it
+    go on       when one is lost, if that was asked for: all meet again, as the
+                next generation (PROTOCOL.md, 9.10)
     end         when one fails, end the others, and show the failure that came
                 first, in full, as the last thing on the screen
 
@@ -28,7 +30,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,9 @@ class Job:
     go_on: bool = False  # can the others do without a worker that is lost?
     key: str = field(default_factory=lambda: secrets.token_hex(32))
     id: str = field(default_factory=lambda: f"job-{secrets.token_hex(6)}")
+    restarts: int = 0  # so many lost workers are replaced; then the group goes on with
+    least: int = 0  # fewer, but not with fewer than these (0: all)
+    generation: int = 0
 
     def __post_init__(self) -> None:
         if self.workers < 1 or self.servers < 0:
@@ -102,10 +107,24 @@ class Job:
         if self.transport in MESHES and (self.machines > 1 or os.name != "posix"):
             raise LaunchError(f"transport {self.transport!r} joins processes of one POSIX "
                               "machine: use 'tcp'")
+        self.least = self.least or self.workers
+        if self.restarts < 0 or not 1 <= self.least <= self.workers:
+            raise LaunchError(f"{self.least} to {self.workers} workers with {self.restarts} "
+                              "restarts asked for: at least 1 worker and 0 restarts make sense")
+        if self.elastic and (self.go_on or self.servers):
+            raise LaunchError("lost workers are replaced where all meet again, as synchronous ones "
+                              "do; with servers or --go-on the others just go on")
+        if self.elastic and (self.machines > 1 or os.name != "posix" or self.transport == "sim"):
+            raise LaunchError("lost workers are replaced or done without on one POSIX machine "
+                              "alone; several resume from a checkpoint, started again by hand")
 
     @property
     def world(self) -> int:
         return self.workers * self.machines
+
+    @property
+    def elastic(self) -> bool:
+        return self.restarts > 0 or self.least < self.workers
 
     def nodes(self) -> list[int]:
         """The nodes that this machine runs: workers are 0 .. world-1, servers follow."""
@@ -125,7 +144,7 @@ class Job:
             "MINIDIST_SERVERS": str(self.servers),
             "MINIDIST_KEY": self.key,
             "MINIDIST_JOB": self.id,
-            "MINIDIST_GENERATION": "0",
+            "MINIDIST_GENERATION": str(self.generation),
         }
         if node < self.world:
             local = node - self.machine * self.workers
@@ -145,7 +164,7 @@ class Job:
 
 OURS = frozenset("""RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT
     MINIDIST_TRANSPORT MINIDIST_SERVERS MINIDIST_ROLE MINIDIST_NODE MINIDIST_KEY MINIDIST_JOB
-    MINIDIST_GENERATION MINIDIST_PIPES MINIDIST_LISTEN_FD""".split())
+    MINIDIST_GENERATION MINIDIST_STATE MINIDIST_PIPES MINIDIST_LISTEN_FD""".split())
 
 BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS",
                 "VECLIB_MAXIMUM_THREADS")
@@ -331,6 +350,9 @@ class Process:
         self.shown = job.show is None or server or env["LOCAL_RANK"] in map(str, job.show)
         self.code: int | None = None  # as subprocess has it: -9 is killed by signal 9
         self.ended_by_us = False
+        self.state = env.get("MINIDIST_STATE", "")  # the file it leaves to its successor
+        self.called = False  # to the next generation
+        self.given_up = ""  # why it must not come to it any more
         self.stopped = False  # by SIGSTOP, and not continued
         self.tail: deque[bytes] = deque(maxlen=20)  # of stderr
         self.held: list[bytes] = []  # last words, not yet shown
@@ -437,6 +459,9 @@ class Process:
             else:
                 self.process.terminate()
 
+    def kill(self) -> None:
+        self.signal(getattr(signal, "SIGKILL", signal.SIGTERM))
+
     # What is known about the end ------------------------------------------
 
     @property
@@ -453,11 +478,14 @@ class Process:
 
     @property
     def consequence(self) -> bool:
-        """Did it only fail because it lost another?"""
-        return re.match(r"([\w.]+\.)?PeerLost\b", self.origin()) is not None
+        """Did it only fail because it lost another, or was called?"""
+        return (re.match(r"([\w.]+\.)?PeerLost\b", self.origin()) is not None
+                or self.called and (self.code or 0) >= 0 or self.code == -MEET)
 
     def ending(self) -> str:
         assert self.code is not None
+        if self.given_up:
+            return self.given_up
         if self.code >= 0:
             return f"ended with exit code {self.code}"
         try:
@@ -469,6 +497,8 @@ class Process:
     def last_words(self) -> list[str]:
         return [line.decode("utf-8", "replace") for line in self.held or self.tail]
 
+
+MEET = getattr(signal, "SIGUSR1", signal.SIGTERM)  # calls workers to the next generation
 
 MEANING = {
     9: ": if nobody did that by hand, the machine was out of memory (see dmesg)",
@@ -482,6 +512,7 @@ MEANING = {
 
 SETTLE = 1.0  # after a failure: seconds in which the others may fail by themselves
 SETTLE_LATE = 4.0  # the same while only consequences of a failure have been seen
+PATIENCE = 60.0  # seconds for a worker to come to the next generation: it may be computing
 
 # Run beside the group. Its standard input ends when the launcher ends, however
 # that comes about; then it ends the groups whose numbers it has read. So nothing
@@ -526,16 +557,20 @@ def run(job: Job) -> Report:
         if threading.current_thread() is threading.main_thread():
             stack.enter_context(group.signals_as_events())
         stack.callback(group.close)
+        if job.elastic:
+            group.folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="minidist-"))
         group.start()
         return group.watch()
 
 
 class Group:
     def __init__(self, job: Job):
-        self.job = job
+        self.asked, self.job = job, replace(job)  # at first, and of the present generation
         self.console = Console()
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.processes: list[Process] = []
+        self.processes: list[Process] = []  # of this generation
+        self.past: list[Process] = []
+        self.folder = ""  # where workers leave their states
         self.running: list[Process] = []
         self.failures: list[Process] = []  # in the order in which they were seen
         self.stubborn: list[Process] = []  # killed, because SIGTERM did not help
@@ -545,7 +580,7 @@ class Group:
         self.notes: list[str] = []  # what there is to say at the end
         self.interrupted = 0
         self.timed_out = False
-        self.failed_at = self.kill_at = self.workers_done_at = float("inf")
+        self.failed_at = self.kill_at = self.workers_done_at = self.meeting = float("inf")
 
     @contextlib.contextmanager
     def signals_as_events(self) -> Iterator[None]:
@@ -562,17 +597,23 @@ class Group:
                 signal.signal(getattr(signal, name), handler)
 
     def start(self) -> None:
-        job, nodes = self.job, self.job.nodes()
-        listener = listen(job)
         if os.name == "posix":
             self.guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", GUARD, str(job.grace)],
+                [sys.executable, "-I", "-S", "-c", GUARD, str(self.job.grace)],
                 stdin=subprocess.PIPE, start_new_session=True)
+        self.begin([f"{self.folder}/state{i}" for i in range(self.job.workers)])
+
+    def begin(self, states: Sequence[str]) -> None:
+        """Start the processes of a generation; each worker knows the state to go on from."""
+        job, nodes = self.job, self.job.nodes()
+        listener = listen(job)
         way = MESHES.get(job.transport)
         mesh = mesh_of(way, nodes) if way is not None else ((n, {}) for n in nodes)
         with listener or contextlib.nullcontext(), contextlib.closing(mesh):
             for node, pipes in mesh:
                 env = job.environment(node)
+                if self.folder and node < job.world:
+                    env["MINIDIST_STATE"] = states[node]
                 fds = [fd for pair in pipes.values() for fd in pair]
                 if pipes:
                     env["MINIDIST_PIPES"] = ",".join(
@@ -589,7 +630,7 @@ class Group:
 
     def watch(self) -> Report:
         deadline = time.monotonic() + (self.job.timeout or float("inf"))
-        while self.running:
+        while self.running or self.meet_again():
             with contextlib.suppress(queue.Empty):
                 event = self.events.get(timeout=0.25)
                 if isinstance(event, tuple):
@@ -614,6 +655,8 @@ class Group:
                 self.notes.append(f"minidist: {names(self.running)} still ran after "
                                   f"{self.job.timeout:g} s, the timeout, and was ended")
                 self.stop()
+            elif self.failures and self.can_meet():
+                self.call()
             elif self.failed:
                 known = not all(p.consequence for p in self.failures)
                 if now > self.failed_at + (SETTLE if known else SETTLE_LATE):
@@ -662,6 +705,54 @@ class Group:
         return bool(self.failures) and not (
             self.job.go_on and there and not any(p.server for p in self.failures))
 
+    # The next generation ---------------------------------------------------
+
+    def can_meet(self) -> bool:
+        """May the group go on? Not without those who have ended in order."""
+        lost = sum(not p.consequence for p in self.failures) + sum(p.stopped for p in self.running)
+        return (self.job.elastic and self.kill_at == float("inf") and not self.interrupted
+                and all(p.code != 0 for p in self.processes)
+                and len(self.processes) - lost + self.job.restarts >= self.job.least
+                and (self.job.restarts > 0 or lost > 0))
+
+    def call(self) -> None:
+        """Have all who run leave their states. Who is stopped will not come, nor will who is not
+        here in time: they are lost, and must not come back."""
+        if self.meeting == float("inf"):
+            self.meeting = time.monotonic() + PATIENCE
+        for process in self.running:
+            if process.stopped or time.monotonic() > self.meeting:
+                process.given_up = ("was stopped (SIGSTOP) and given up" if process.stopped else
+                                    f"did not leave its step in {PATIENCE:g} s and was killed")
+                process.kill()
+            elif not process.called:
+                process.called = True
+                process.signal(MEET)
+
+    def meet_again(self) -> bool:
+        """All have ended: those who may go on do, as the next generation."""
+        if not self.failures or not self.can_meet():
+            return False
+        states, job = [], self.job
+        lost = [p for p in self.processes if not p.consequence]
+        replaced = lost[:job.restarts]
+        states = [p.state for p in self.processes if p.consequence or p in replaced]
+        # Workers that lost each other, though none is lost, may not do so for ever.
+        restarts = job.restarts - max(len(replaced), not lost)
+        for process in lost:
+            process.release()
+        why = "; ".join(f"{p.name} {p.ending()}" for p in lost) or "workers lost each other"
+        self.console.line(sys.stderr, (
+            f"minidist: {why}. Generation {job.generation + 1} begins, workers: {len(states)}, "
+            f"restarts left: {restarts}").encode())
+        self.job = replace(self.asked, workers=len(states), restarts=restarts,
+                           generation=job.generation + 1, least=job.least)
+        self.past += self.processes
+        self.processes, self.failures = [], []
+        self.failed_at = self.meeting = self.workers_done_at = float("inf")
+        self.begin(states)
+        return True
+
     def stop(self) -> None:
         """Ask all to end, servers after the workers, and be ready to insist."""
         self.kill_at = time.monotonic() + self.job.grace
@@ -673,7 +764,7 @@ class Group:
         for process in self.running:
             if process not in self.stubborn:
                 self.stubborn.append(process)
-            process.signal(getattr(signal, "SIGKILL", signal.SIGTERM))
+            process.kill()
 
     def report(self) -> Report:
         lines = self.notes
@@ -708,8 +799,8 @@ class Group:
 
     def close(self) -> None:
         """The end of all that is left; a helper of a worker that ended, too."""
-        for process in self.processes:
-            process.signal(getattr(signal, "SIGKILL", signal.SIGTERM))
+        for process in self.past + self.processes:
+            process.kill()
             process.process.wait()
             for thread in process.pumps:
                 thread.join(timeout=1)
@@ -785,6 +876,8 @@ examples:
       four workers on this machine, joined by TCP
   minidist launch --nproc-per-node 2 --transport udp --servers 1 train.py
       over UDP, with a parameter server
+  minidist launch --nproc-per-node 2:4 --max-restarts 3 train.py
+      three workers that die are replaced, and then two more done without
   minidist launch --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --master-port 29500 \\
       --nproc-per-node 4 train.py
       the first of two machines; on the other --node-rank 1. Both need the same
@@ -808,7 +901,8 @@ def main(argv: Sequence[str] | None = None, server_command: Sequence[str] = (),
         parser.add_argument(*spelled, **rest)
 
     add("--nproc-per-node", default="1", metavar="N",
-        help="workers on this machine; auto or cpu: one a core (default 1)")
+        help="workers on this machine; auto or cpu: one a core; MIN:MAX: begin with MAX, and go on "
+        "with fewer when some are lost (default 1)")
     add("--transport", default="tcp", metavar="NAME",
         help="pipe, shm, tcp, udp, tls or a plugin's name; sim simulates them (default tcp)")
     add("--tls", nargs=3, metavar=("CERT", "KEY", "CA"), help="use transport tls with these files: "
@@ -823,7 +917,8 @@ def main(argv: Sequence[str] | None = None, server_command: Sequence[str] = (),
     add("--master-port", type=int, default=0,
         help="port on machine 0 (default 29500, on a single machine any free one)")
     add("--standalone", action="store_true", help="one machine and a free port, as by default")
-    add("--max-restarts", type=int, default=0, help="only 0: a failed group is not restarted")
+    add("--max-restarts", type=int, default=0, metavar="N", help="so many lost workers are "
+        "replaced: the run goes on from the last step that any of the others completed (default 0)")
     add("--log-dir", metavar="DIR", help="keep each worker's output in DIR/JOB/RANK/*.log")
     add("--local-ranks-filter", metavar="0,1", help="show the output of these local ranks only")
     add("--shutdown-timeout", type=float, default=10, metavar="S",
@@ -859,10 +954,13 @@ def cluster_of(transport: str, path: str | None, settings: Sequence[str]) -> Clu
         raise LaunchError(str(error)) from None
 
 
+def least_and_most(text: str) -> tuple[int, int]:
+    """Of "4" or "2:4"."""
+    low, _, high = text.partition(":")
+    return int(low), int(high or low)
+
+
 def job_of(flags: argparse.Namespace, server_command: Sequence[str]) -> Job:
-    if flags.max_restarts != 0:
-        raise LaunchError(f"--max-restarts {flags.max_restarts}: restarting a group is not there "
-                          "yet; resume from a checkpoint instead (--max-restarts 0)")
     low, _, high = flags.nnodes.partition(":")
     if high not in ("", low) or not low.isdecimal() or int(low) < 1:
         raise LaunchError(f"--nnodes {flags.nnodes}: a number of machines is needed, from 1; a "
@@ -871,8 +969,11 @@ def job_of(flags: argparse.Namespace, server_command: Sequence[str]) -> Job:
     count = flags.nproc_per_node
     if count in ("auto", "cpu"):
         count = str(cores())
-    if not count.isdecimal():
-        raise LaunchError(f"--nproc-per-node {count}: a number is needed, or auto, or cpu")
+    try:
+        least, count = least_and_most(count)
+    except ValueError:
+        raise LaunchError(f"--nproc-per-node {count}: a number is needed, or MIN:MAX, or auto, or "
+                          "cpu") from None
     show = None
     if flags.local_ranks_filter:
         try:
@@ -888,10 +989,11 @@ def job_of(flags: argparse.Namespace, server_command: Sequence[str]) -> Job:
     if flags.tls:
         flags.transport = "tls"
         os.environ |= zip(TLS, map(os.path.abspath, flags.tls))
-    job = Job(command, int(count), flags.transport, flags.servers, server_command, machines,
+    job = Job(command, count, flags.transport, flags.servers, server_command, machines,
               0 if flags.standalone else flags.node_rank, flags.master_addr, flags.master_port,
               flags.log_dir, show, flags.shutdown_timeout,
-              cluster=cluster_of(flags.transport, flags.cluster, flags.assume), go_on=flags.go_on)
+              cluster=cluster_of(flags.transport, flags.cluster, flags.assume), go_on=flags.go_on,
+              restarts=flags.max_restarts, least=least)
     if machines > 1:
         # Every machine has a launcher of its own, and all must say the same.
         try:
