@@ -9414,9 +9414,8 @@ def train(flags: argparse.Namespace) -> None:
     except ValueError as error:
         raise SystemExit(f"minidist train: error: --strategy {flags.strategy}: {error}") from None
     curve: list = []
-    if flags.save or flags.resume:
-        strategy.checkpoint(flags.save, resume=flags.resume, curve=curve,
-                            kind=[flags.model, flags.data])
+    strategy.checkpoint(flags.save, resume=flags.resume, curve=curve,
+                        kind=[flags.model, flags.data])
     rank, size = strategy.group.get_rank(), strategy.group.get_world_size()
 
     # A test set cut in shares is looked at once, by all together, if they are together.
@@ -9598,6 +9597,12 @@ def words_of(kind: Any) -> dict[str, Any]:
             if isinstance(x.default, (bool, int, float, str))}
 
 
+def least_and_most(text: str) -> tuple[int, int]:
+    """Of "4" or "2:4"."""
+    low, _, high = text.partition(":")
+    return int(low), int(high or low)
+
+
 def arguments(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     """The parser of the command line; `argv` says of which strategy it shall know the options."""
     parser = argparse.ArgumentParser(
@@ -9614,8 +9619,11 @@ def arguments(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
         help="digits, mnist, fashion-mnist, cifar10 or segments (digits, where they are)")
     add("--data-dir", metavar="DIR", help="where the data set's files are; else they are searched "
         "in $MINIDIST_DATA, /usr/share/datasets and your cache, and downloaded")
-    add("--workers", type=int, default=1, metavar="N",
-        help="processes that share each batch (%(default)s)")
+    add("--workers", type=least_and_most, default=(1, 1), metavar="N",
+        help="processes that share each batch; MIN:MAX begins with MAX and goes on with fewer when "
+        "some are lost (1)")
+    add("--max-restarts", type=int, default=0, metavar="N",
+        help="so many lost workers are replaced (%(default)s)")
     add("--transport", metavar="NAME", help="how they are joined: pipe, shm (shared memory), tcp, "
         "udp, or tls, whose files MINIDIST_TLS_CERT, MINIDIST_TLS_KEY and MINIDIST_TLS_CA name; or "
         "sim, simulated in this process (tcp)")
@@ -9688,6 +9696,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"minidist train: error: {error}", file=sys.stderr)
         return 2
     flags = parser.parse_args(argv)
+    if flags.command == "train":
+        flags.least, flags.workers = flags.workers
     if flags.command == "serve" and os.environ.get("MINIDIST_ROLE") == "server":
         serve()
         return 0
@@ -9709,6 +9719,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 this_command(*argv, "--data", flags.data), workers, transport, flags.servers or 0,
                 this_command("serve"),
                 cluster=launcher.cluster_of(transport, flags.cluster, flags.assume),
+                restarts=flags.max_restarts, least=flags.least,
                 go_on=not flags.kind.lockstep or getattr(flags, "asynchronous", False))
             if workers > 1:  # one alone needs no transport, but a wrong name is said all the same
                 return launcher.run_and_tell(job)

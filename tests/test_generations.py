@@ -9,6 +9,8 @@ import queue
 import random
 import re
 import signal
+import subprocess
+import sys
 import types
 
 import numpy as np
@@ -19,6 +21,7 @@ from memory import cluster, run
 from minidist_transports import PeerLost, launch
 from test_elastic import (  # noqa: F401  start is a fixture
     PROGRAM,
+    ROOT,
     Stopped,
     at_step,
     ended,
@@ -195,7 +198,8 @@ def test_d17_any_losses_then_equal_bits_and_no_step_lost(tmp_path, seed):
         assert fell and set(fell) <= set(dead)  # who lost another before its turn lives on
         dead = fell
         survivors = [i for i in range(size) if i not in dead]
-        steps = max(md.load(paths[i])["run"]["steps"] for i in survivors)
+        steps = max([md.load(paths[i])["run"]["steps"] for i in survivors if paths[i].exists()],
+                    default=0)
         assert stop_at - 1 <= steps <= stop_at and steps >= reached, "a complete step was lost"
         reached = steps
         if draw.random() < 0.5:
@@ -353,3 +357,16 @@ def test_sigterm_ends_a_later_generation_as_ever(plain, mark):  # noqa: F811
     process.send_signal(signal.SIGTERM)
     _, err = ended(process)
     assert "run has the state to go on from" in err
+
+
+def test_train_goes_on_with_fewer(mark, tmp_path):  # noqa: F811
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "minidist.py"), "train", "--data", "segments", "--model",
+         "mlp", "--epochs", "4", "--workers", "2:3", "--save", "run"], cwd=tmp_path, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    pid = worker(mark, 0)
+    wait_for((tmp_path / "run").exists, 60)     # the first epoch is complete
+    os.kill(pid, signal.SIGKILL)
+    out, err = ended(process)
+    assert "Generation 1 begins, workers: 2, restarts left: 0" in err
+    assert "test accuracy" in out and "rank 1:" in out and "rank 2:" not in out
