@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import minidist as md
-from memory import cluster, on_ranks, run
+from memory import cluster, on_ranks, outcomes, run
 from test_downpour import Machines, gradient
 from test_strategies import RANKS, SIZE, STEPS, Vector, assert_equal, parameters, sgd, trained
 from test_tutorials import ROOT, assert_printed
@@ -470,3 +470,169 @@ def test_asynchronous_lessons_resume(name, options, tmp_path):
 def test_what_these_cannot_do(name, options):
     with pytest.raises(ValueError, match=str(next(iter(options)))):
         make(name, Vector(parameters()), **options)
+
+
+# ---- models that are cut ---------------------------------------------------------
+
+def lesson(name):
+    """The module: it is found as the plugins are."""
+    return md.companion("tutorials", f"strategies.{name}")
+
+
+def layers(*sizes):
+    md.manual_seed(3)
+    return [md.nn.Linear(a, b).double() for a, b in zip(sizes, sizes[1:])]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_tensor_parallel_is_the_whole_model(size):
+    """Outputs, gradients of the input and parameters after 20 steps; 7 and 10 columns on 3 ranks
+    are cut unevenly."""
+    x, y = md.tensor(vector(40).reshape(8, 5)), md.tensor(np.arange(8) % 4)
+    cut = lesson("tensor_parallel")
+
+    def learn(model):
+        optimizer, first = md.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), x.clone()
+        first.requires_grad_()
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = md.nn.functional.cross_entropy(model(first), y)
+            loss.backward()
+            optimizer.step()
+        return loss.item(), first.grad.numpy(), [p.detach().numpy() for p in model.parameters()]
+
+    def split(group):
+        a, b, c, d = layers(5, 7, 6, 10, 4)
+        c.bias = None
+        return learn(md.nn.Sequential(
+            cut.ColumnLinear(a, group), md.nn.Tanh(), cut.RowLinear(b, group), md.nn.Tanh(),
+            cut.ColumnLinear(c, group), md.nn.ReLU(), cut.RowLinear(d, group)))
+    a, b, c, d = layers(5, 7, 6, 10, 4)
+    c.bias = None
+    loss, slope, whole = learn(md.nn.Sequential(a, md.nn.Tanh(), b, md.nn.Tanh(), c,
+                                                md.nn.ReLU(), d))
+    for rank, (found, found_slope, parts) in enumerate(on_ranks(size, split)):
+        np.testing.assert_allclose(found, loss, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(found_slope, slope, rtol=0, atol=1e-12)
+        inner, outer = slice(*md.share_of(7, rank, size)), slice(*md.share_of(10, rank, size))
+        expected = [whole[0][inner], whole[1][inner], whole[2][:, inner], whole[3],
+                    whole[4][outer], whole[5][:, outer], whole[6]]
+        for part, of in zip(parts, expected, strict=True):
+            np.testing.assert_allclose(part, of, rtol=0, atol=1e-12)
+
+
+def test_tensor_parallel_sends_one_sum_forward_and_one_backward():
+    """A pair of layers on 2 ranks: two all-reduces of (8, 5) and (8, 4) numbers."""
+    def rank(group):
+        a, b = layers(5, 600, 4)
+        cut = lesson("tensor_parallel")
+        model = md.nn.Sequential(cut.ColumnLinear(a, group), cut.RowLinear(b, group))
+        x = md.ones(8, 5, dtype=md.float64).requires_grad_()
+        before = group.transport.stats["bytes_sent"]
+        model(x).sum().backward()
+        return group.transport.stats["bytes_sent"] - before
+    assert on_ranks(2, rank) == [8 * 8 * (5 + 4)] * 2
+    with pytest.raises(ValueError, match="cannot be cut"):
+        raise next(x for x in outcomes(3, lambda group: lesson("tensor_parallel").ColumnLinear(
+            layers(5, 2)[0], group)) if isinstance(x, Exception))
+
+
+class Fork(md.nn.Module):
+    """A stage that hands on two tensors of different shapes, one of them unchanged."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return md.tanh(self.layer(x)), (x * x).reshape(len(x), -1, 1)
+
+
+class Join(md.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x, skipped):
+        return self.layer(x) + skipped.mean(dim=1)
+
+
+def stages():
+    a, b, c, d = layers(5, 7, 6, 10, 4)
+    return [md.nn.Sequential(a, md.nn.Tanh(), Fork(b)), Join(c), md.nn.Sequential(md.nn.ReLU(), d)]
+
+
+def batches():
+    for step in range(6):
+        rows = 8 if step < 5 else 3                 # fewer than micro-batches
+        yield md.tensor(vector(5 * rows, step).reshape(rows, 5)), md.tensor(np.arange(rows) % 4)
+
+
+@pytest.mark.parametrize("count", [1, 4, 5])
+@pytest.mark.parametrize("order", ["gpipe", "1f1b"])
+def test_pipeline_is_the_whole_model(order, count):
+    def rank(group):
+        pipe = lesson("pipeline").Pipeline(stages(), md.nn.functional.cross_entropy, count, order,
+                                           group)
+        optimizer, losses = md.optim.SGD(pipe.stage.parameters(), lr=0.3, momentum=0.9), []
+        for x, y in batches():
+            optimizer.zero_grad()
+            losses.append(pipe.backward(x, y))
+            optimizer.step()
+        return losses, [p.detach().numpy() for p in pipe.stage.parameters()], pipe.most
+    whole, losses = stages(), []
+    optimizer = md.optim.SGD([p for stage in whole for p in stage.parameters()], lr=0.3,
+                             momentum=0.9)
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss = md.nn.functional.cross_entropy(whole[2](whole[1](*whole[0](x))), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    for i, (found, parts, most) in enumerate(on_ranks(3, rank)):
+        np.testing.assert_allclose(found, losses, rtol=0, atol=1e-12)
+        for part, of in zip(parts, whole[i].parameters(), strict=True):
+            np.testing.assert_allclose(part, of.detach().numpy(), rtol=0, atol=1e-12)
+        assert most == (count if order == "gpipe" else min(count, 3 - i))
+
+
+@pytest.mark.parametrize("order", ["gpipe", "1f1b"])
+def test_pipeline_sends_one_message_a_boundary(order):
+    """And direction, for each micro-batch, however many tensors cross."""
+    def rank(group):
+        pipe = lesson("pipeline").Pipeline(stages(), md.nn.functional.cross_entropy, 4, order,
+                                           group)
+        sent = []
+        for x, y in list(batches())[:2]:
+            group.barrier()
+            before = group.transport.stats["messages_sent"]
+            pipe.backward(x, y)
+            sent.append(group.transport.stats["messages_sent"] - before)
+        return sent
+    first, middle, last = on_ranks(3, rank)
+    shapes = 2                                      # once: what will cross
+    assert first[0] - first[1] == middle[0] - middle[1] == shapes and last[0] == last[1]
+    # Besides, the loss comes from the last rank.
+    totals = [first[1] - 4, middle[1] - 8, last[1] - 4]
+    assert sum(totals) == 2
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 6])
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize("order", ["gpipe", "1f1b"])
+def test_schedules_do_everything_once_and_never_wait_in_a_circle(order, stages, count):
+    module = lesson("pipeline")
+    for stage in range(stages):
+        plan = module.schedule(order, stage, stages, count)
+        assert sorted(plan) == sorted([(what, i) for what in "FB" for i in range(count)])
+        assert all(plan.index(("F", i)) < plan.index(("B", i)) for i in range(count))
+    rows = module.picture(order, stages, count)     # ends, and takes as long as the bubble says
+    assert {len(row.rstrip(".")) for row in rows[:1]} == {2 * (count + stages - 1)}
+
+
+def test_what_a_pipeline_cannot_do():
+    loss = md.nn.functional.cross_entropy
+    with pytest.raises(ValueError, match="3 stages for 1 ranks"):
+        lesson("pipeline").Pipeline(stages(), loss, group=md.ProcessGroup())
+    with pytest.raises(ValueError, match="gpipe and 1f1b"):
+        lesson("pipeline").Pipeline(stages()[:1], loss, order="zigzag", group=md.ProcessGroup())
