@@ -1,6 +1,7 @@
 """tutorials/strategies: each says what it prints; each is found by its name and resumes exactly;
 compressors against their published formulas, strategies and split models against independent
 loops of theirs."""
+import functools
 import re
 import threading
 import zlib
@@ -636,3 +637,97 @@ def test_what_a_pipeline_cannot_do():
         lesson("pipeline").Pipeline(stages(), loss, group=md.ProcessGroup())
     with pytest.raises(ValueError, match="gpipe and 1f1b"):
         lesson("pipeline").Pipeline(stages()[:1], loss, order="zigzag", group=md.ProcessGroup())
+
+
+# ---- Sandblaster -----------------------------------------------------------------
+
+def regression():
+    """A problem with some curvature, in double precision."""
+    a, b = layers(5, 6, 3)
+    return md.nn.Sequential(a, md.nn.Tanh(), b), md.tensor(vector(300).reshape(60, 5)), \
+        md.tensor(np.arange(60) % 3)
+
+
+@pytest.mark.parametrize("shards, replicas, portions", [(1, 1, 1), (2, 3, 16), (3, 2, 7)])
+def test_sandblaster_is_the_trajectory_of_lbfgs(shards, replicas, portions):
+    iterations = 12
+    model, x, y = regression()
+    loss = md.nn.functional.cross_entropy
+    optimizer = md.optim.LBFGS(model.parameters(), max_iter=iterations, max_eval=1000,
+                               history_size=5, line_search_fn="strong_wolfe")
+    probes = []
+
+    def closure():
+        optimizer.zero_grad()
+        value = loss(model(x), y)
+        value.backward()
+        probes.append(value.item())
+        return value
+    optimizer.step(closure)
+
+    def rank(group):
+        here, x, y = regression()
+        report = lesson("sandblaster").minimize(here, loss, x, y, iterations, shards, portions, 5,
+                                                group)
+        return here, report
+    results = on_ranks(1 + shards + replicas, rank)
+    report = results[0][1]
+    assert report["evaluations"] == len(probes) > iterations
+    assert report["losses"][0] == pytest.approx(probes[0], abs=1e-12)
+    assert len(report["losses"]) == iterations + 1
+    assert report["losses"][-1] == pytest.approx(loss(model(x), y).item(), abs=1e-12)
+    for found, _ in results:
+        for a, b in zip(found.parameters(), model.parameters(), strict=True):
+            np.testing.assert_allclose(a.detach().numpy(), b.detach().numpy(), rtol=0, atol=1e-10)
+    for _, shard in results[1 : 1 + shards]:
+        assert shard["counted"] == portions * report["evaluations"]
+
+
+def test_a_late_portion_is_given_out_twice_and_counted_once():
+    """One of two replicas stops in its first portion until the other has done all of them."""
+    done, begun = threading.Event(), threading.Event()
+    module, portions = lesson("sandblaster"), 6
+
+    def rank(group):
+        model, x, y = regression()
+        calls = []
+
+        def loss(output, target):
+            calls.append(len(target))
+            if group.rank == 2 and len(calls) == 1:
+                begun.set()
+                assert done.wait(20)
+            if group.rank == 3:
+                assert begun.wait(20)
+                if len(calls) == portions + 1:      # of the next evaluation
+                    done.set()
+            return md.nn.functional.cross_entropy(output, target)
+        return model, module.minimize(model, loss, x, y, 3, 1, portions, group=group)
+    (late, coordinator), (_, shard), (_, slow), (_, quick) = on_ranks(4, rank)
+    assert coordinator["twice"] >= 1 and shard["dropped"] >= 1
+    assert shard["counted"] == portions * coordinator["evaluations"]
+    assert slow["computed"] + quick["computed"] == shard["counted"] + coordinator["twice"]
+    model, report = on_ranks(3, lambda group: (lambda m, x, y: (m, module.minimize(
+        m, md.nn.functional.cross_entropy, x, y, 3, 1, portions, group=group)))(*regression()))[0]
+    np.testing.assert_allclose(coordinator["losses"], report["losses"], rtol=0, atol=1e-12)
+    for a, b in zip(late.parameters(), model.parameters()):
+        np.testing.assert_allclose(a.detach().numpy(), b.detach().numpy(), rtol=0, atol=1e-9)
+
+
+def test_the_coordinator_moves_no_vectors():
+    """What it sends does not depend on the size of the model."""
+    def rank(group, width):
+        a, b = layers(5, width, 3)
+        model = md.nn.Sequential(a, md.nn.Tanh(), b)
+        _, x, y = regression()
+        report = lesson("sandblaster").minimize(model, md.nn.functional.cross_entropy, x, y, 0, 1,
+                                                4, group=group)
+        return group.transport.stats["bytes_sent"], report
+    small, large = (on_ranks(3, functools.partial(rank, width=width)) for width in (4, 400))
+    assert small[0][0] == large[0][0] < 1000 and large[1][0] > 8 * 400 * 8
+
+
+def test_sandblaster_needs_all_roles():
+    model, x, y = regression()
+    with pytest.raises(ValueError, match="one replica at least"):
+        lesson("sandblaster").minimize(model, None, x, y, group=md.ProcessGroup())
