@@ -3332,10 +3332,11 @@ def _max_pool(x, *, kernel, stride, dilation):
     out = x[first].copy()
     index = np.zeros(out.shape, np.min_scalar_type(len(others)))  # which one won
     for k, where in enumerate(others, 1):
-        larger = x[where] > out
+        other = x[where].copy()  # three times faster than to read a strided view thrice
+        larger = other > out
         if x.dtype.kind == "f":
-            larger |= x[where] != x[where]  # NaN wins
-        np.maximum(out, x[where], out=out)
+            larger |= other != other  # NaN wins
+        np.maximum(out, other, out=out)
         np.maximum(index, larger * index.dtype.type(k), out=index)
     return out, index
 
@@ -3344,8 +3345,12 @@ def _max_pool(x, *, kernel, stride, dilation):
 def unpicked(g, *, index, size, kernel, stride, dilation):
     """Each gradient goes to the element that won its window."""
     out = np.zeros((*g.shape[:2], *size), g.dtype)
+    apart = all(s >= k and d == 1 for s, k, d in zip(stride, kernel, dilation))
     for k, where in enumerate(kth_elements(size, kernel, stride, dilation)):
-        out[where] += g * (index == k)
+        if apart:
+            np.multiply(g, index == k, out=out[where])  # half the time of adding to zeros
+        else:
+            out[where] += g * (index == k)
     return out
 
 @op(x=lambda g, x_shape, index, kernel, stride, dilation:
@@ -3996,22 +4001,29 @@ def attention_backward(g, needs, q, k, v, scale, causal, out, sums):
         slopes = g[rows] @ v[keys].swapaxes(-1, -2)
         slopes -= along_out[rows]
         slopes *= weights
-        slopes *= q.dtype.type(scale)
         dq[rows] = slopes @ k[keys]
         dk[keys] += slopes.swapaxes(-1, -2) @ q[rows]
+    dq *= q.dtype.type(scale)
+    dk *= q.dtype.type(scale)
     return tuple(d if need else None for d, need in zip((dq, dk, dv), needs))
 
 @attention_backward
 def _attention(q, k, v, *, scale, causal):
     out = heads_last((*q.shape[:-1], v.shape[-1]), q.dtype)
-    sums = np.empty((*q.shape[:-1], 1), q.dtype)
+    sums = np.zeros((*q.shape[:-1], 1), q.dtype)
+    # A product of vectors is at most that of their lengths. Where exp of that is below the fourth
+    # root of what overflows, it can be summed and multiplied by values as it is, and the maxima
+    # need not be found first: a fifth of the time.
+    bound = abs(scale) * math.sqrt(np.vecdot(q, q).max() * np.vecdot(k, k).max())
+    bounded = bound < math.log(np.finfo(q.dtype).max) / 4
     for rows, keys, weights in score_blocks(q, k, scale, causal):
-        top = np.max(weights, axis=-1, keepdims=True)
-        weights -= top
+        if not bounded:
+            sums[rows] = np.max(weights, axis=-1, keepdims=True)
+            weights -= sums[rows]
         np.exp(weights, out=weights)
         total = weights @ np.ones((weights.shape[-1], 1), q.dtype)
         np.divide(weights @ v[keys], total, out=out[rows])
-        sums[rows] = top + np.log(total)
+        sums[rows] += np.log(total)
     return out, sums
 
 

@@ -113,6 +113,9 @@ for causal, shape, keys in itertools.product(
          m.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=c), shape,
          (*shape[:-2], int(shape[-2] * keys), shape[-1]), (*shape[:-2], int(shape[-2] * keys), 5),
          factor=99, **LARGE)
+case("scaled_dot_product_attention", lambda m, q, k, v:
+     m.nn.functional.scaled_dot_product_attention(q * 30, k * 30, v, is_causal=True), (2, 40, 8),
+     (2, 40, 8), (2, 40, 3), dtypes=["float64"], factor=9)  # exp would overflow
 case("embedding", lambda m, i, w: m.nn.functional.embedding(i, w), integers(30, 40, high=7), (9, 3),
      factor=9, **LARGE)
 case("conv2d", lambda m, x, w, b: m.nn.functional.conv2d(x, w, b, padding=1), (25, 16, 26, 26),
