@@ -541,23 +541,23 @@ class Pending:
         like = edge if edge.__class__ is Node else edge._array
         if part.shape != like.shape or part.dtype is not like.dtype:
             part = fitted(part, like, node)
-        if node is not None and node.where and np.isnan(to_array(part)).any():
+        if node.where and np.isnan(to_array(part)).any():
             raise RuntimeError(f"{node.op.name} made the first NaN of this backward, in the "
                                f"gradient of its input {node.edges.index(edge)}. It was called "
                                f"here:\n{node.where}")
-        gradients, lent = self.gradients, self.lent
-        if edge not in gradients:
-            gradients[edge] = part
+        known = self.gradients.get(edge)
+        if known is None:
+            self.gradients[edge] = part
             # An array that owns its memory and is not the incoming gradient was made by the
             # derivative (which by rule returns no saved value itself, and nothing twice).
             if part is gradient or part.__class__ is not np.ndarray or part.base is not None:
-                lent.add(edge)
-        elif edge in lent:
-            gradients[edge] = gradients[edge] + part
-            if gradients[edge].__class__ is np.ndarray:  # not a tensor, nor a scalar
-                lent.remove(edge)
+                self.lent.add(edge)
+        elif edge in self.lent:
+            self.gradients[edge] = known = known + part
+            if known.__class__ is np.ndarray:  # not a tensor, nor a scalar
+                self.lent.remove(edge)
         else:
-            np.add(gradients[edge], part, out=gradients[edge])
+            np.add(known, part, known)
 
 
 def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None],
@@ -578,7 +578,9 @@ def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None],
             )
         seed: Any = first_gradient(output, gradient)
         seed = seed if create_graph else seed._array
-        pending.add(None, edge, seed, seed)
+        known = pending.gradients.get(edge)
+        pending.gradients[edge] = seed if known is None else known + seed
+        pending.lent.add(edge)
     order: list[Any] = topological_order(pending.gradients)
     targets = None if inputs is None else {edge_of(x): x for x in inputs}
     captured: dict[Any, Any] = {}
@@ -649,7 +651,7 @@ def first_gradient(output: Tensor, gradient: Any) -> Tensor:
         )
     if not isinstance(gradient, Tensor):
         gradient = wrap(np.asarray(gradient))
-    return gradient.to(output.dtype)
+    return gradient if gradient.dtype is output.dtype else gradient.to(output.dtype)
 
 
 def leading_to(targets: Iterable, order: list) -> set:
@@ -1013,7 +1015,9 @@ class Op:
         if self.variadic:
             return promoted(inputs)
         arrays: list[Any] = [x._array if isinstance(x, Tensor) else x for x in inputs]
-        if len(self.promoting) > 1:
+        if len(self.promoting) == len(inputs) > 1:
+            arrays = promoted(inputs)
+        elif len(self.promoting) > 1:
             together = promoted([inputs[i] for i in self.promoting])
             for i, array in zip(self.promoting, together):
                 arrays[i] = array
@@ -1032,7 +1036,7 @@ class Op:
         if not _grad_enabled.get() or dtype.kind != "f":
             return result
         edges: list[Any] = []
-        mask = 0  # a bit for each input that wants a gradient
+        mask, bit = 0, 1  # a bit for each input that wants a gradient
         for x in inputs:
             edge = None
             if isinstance(x, Tensor):  # edge_of(x), for speed
@@ -1040,11 +1044,12 @@ class Op:
                 if edge is None and x._leaf:
                     edge = x
                 if edge is not None:
-                    mask |= 1 << len(edges)
+                    mask |= bit
             edges.append(edge)
-        plan = self.plans.get(mask)
-        if plan is None:
-            plan = self.plan(mask, len(edges))
+            bit += bit
+        if not mask:
+            return result
+        plan = self.plans.get(mask) or self.plan(mask, len(edges))
         if not plan.steps:
             return result
         node = Node()
@@ -2927,7 +2932,7 @@ def activation(function: Callable) -> Callable:
 @activation
 @op(x=lambda g, out: g * (out > 0))  # at 0 the slope is 0
 def relu(x):
-    return np.clip(x, 0, None)  # three times faster than np.maximum(x, 0)
+    return np.maximum(x, 0)
 
 
 Tensor.relu, Tensor.relu_ = relu, in_place(relu, "relu_")  # type: ignore[attr-defined]
@@ -3076,10 +3081,11 @@ def column_sums(x: Any) -> Any:
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """input (..., in) @ weight (out, in) transposed + bias (out)."""
-    if input.shape[-1] != weight.shape[-1]:
-        raise RuntimeError(f"linear takes {weight.shape[-1]} features in the last dimension, the "
-                           f"input has shape {tuple(input.shape)}")
-    if weight.ndim != 2 or input.dtype != weight.dtype:  # a vector; an error that says more
+    x, w = input._array, weight._array  # (properties of tensors are a third of a small step)
+    if x.shape[-1] != w.shape[-1]:
+        raise RuntimeError(f"linear takes {w.shape[-1]} features in the last dimension, the "
+                           f"input has shape {x.shape}")
+    if w.ndim != 2 or x.dtype != w.dtype:  # a vector; an error that says more
         out = matmul(input, weight.T)
         return out if bias is None else out + bias
     return _linear(input, weight, bias)
@@ -4094,6 +4100,8 @@ class Module:
         raise NotImplementedError(f"{type(self).__name__} defines no forward()")
 
     def __call__(self, *args: Any, **options: Any) -> Any:
+        if not self._forward_pre_hooks and not self._forward_hooks:
+            return self.forward(*args, **options)
         for hook in list(self._forward_pre_hooks.values()):
             replaced = hook(self, args)
             if replaced is not None:
@@ -4639,9 +4647,10 @@ class _Layer(Module):
     inputs = 1
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        function = type(self).function
-        further = {name: getattr(self, name) for name in names_of(function)[self.inputs :]}
-        return function(*inputs, **{**further, **named})
+        function, owned = self.function, self._parameters  # not through __getattr__: ten times
+        further = {name: owned[name] if name in owned else getattr(self, name)
+                   for name in names_of(function)[self.inputs :]}
+        return function(*inputs, **(further | named))
 
 
 class Linear(_Layer):
