@@ -3555,19 +3555,19 @@ def batch_norm(input: Tensor, running_mean: Tensor | None, running_var: Tensor |
 def layer_norm_backward(g, needs, x, w, b, eps, mean, scale):
     dx, n = np.empty(x.shape, x.dtype), x.shape[-1]
     rows, gradients, result = all_rows(x), all_rows(g), all_rows(dx)
-    ones = np.ones((n, 1), x.dtype)
+    weight = np.ones((n, 1), x.dtype) if w is None else w[:, None]
     dw, db = np.zeros((2, n), x.dtype)
     for block in blocks(*rows.shape):
-        part, out, g = result[block], rows[block] - mean[block], gradients[block]
-        out *= scale[block]
-        dw += column_sums(g * out)
+        part, distance, s, g = result[block], rows[block] - mean[block], scale[block], \
+            gradients[block]
+        product = g * distance  # out is distance * s; the products below scale it, in fewer passes
+        dw += (s.T @ product)[0]
         db += column_sums(g)
-        g = g if w is None else g * w
-        along_ones, along_out = g @ ones, np.vecdot(g, out)[:, None]
-        out *= along_out / n
-        np.subtract(g, out, out=part)
-        part -= along_ones / n
-        part *= scale[block]
+        np.multiply(g, weight.T, out=part)
+        distance *= product @ weight * (s * s / n)
+        part -= distance
+        part -= g @ weight / n
+        part *= s
     return tuple(r if need else None for r, need in zip((dx, dw, db), needs))
 
 @layer_norm_backward
@@ -3972,15 +3972,20 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor,
 
 
 def score_blocks(q: np.ndarray, k: np.ndarray, scale: float, causal: bool) -> Iterator[tuple]:
-    """scale * queries @ keys.T for (..., heads, time, width), some rows of a sample at a time:
-    the indices of these rows and of the keys that they look at, and their scores."""
+    """scale * queries @ keys.T for (..., heads, time, width), some rows of some samples at a
+    time: the indices of these rows and of the keys that they look at, and their scores."""
     *batch, heads, time, _ = q.shape
-    # Causal blocks are smaller: each skips what is past its last row.
+    # Causal blocks have fewer rows: each skips what is past its last.
     step = max(16, 2 ** (14 if causal else 15) // (heads * k.shape[-2]))
     corner = (min(step, time), min(step, k.shape[-2])) if causal else (0, 0)
     future = np.triu(np.full(corner, -math.inf, q.dtype), 1)
-    for (*sample, start) in np.ndindex(*batch, -(-time // step)):
+    # Where one sample's are few, several samples share the cost of NumPy's calls.
+    together = max(1, 2**16 // (heads * min(step, time) * k.shape[-2]))
+    groups = -(-batch[-1] // together) if batch else 1
+    for (*sample, group, start) in np.ndindex(*batch[:-1], groups, -(-time // step)):
         start *= step
+        if batch:
+            sample.append(slice(group * together, (group + 1) * together))
         rows = (*sample, slice(None), slice(start, start + step))
         keys = (*sample, slice(None), slice(0, start + step if causal else None))
         scores = (q[rows] * q.dtype.type(scale)) @ k[keys].swapaxes(-1, -2)
@@ -3993,12 +3998,13 @@ def heads_last(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Memory for (..., heads, time, width) in which the heads of one time lie side by side, as
     the layers before and after have them: neither split nor joined by a copy."""
     *batch, heads, time, width = shape
-    return np.zeros((*batch, time, heads, width), dtype).swapaxes(-2, -3)
+    return np.empty((*batch, time, heads, width), dtype).swapaxes(-2, -3)
 
 @composed(lambda q, k, v, scale, causal:
           attend(q, k, v, None, 0.0, causal, scale)[0], "sums")
 def attention_backward(g, needs, q, k, v, scale, causal, out, sums):
     dq, dk, dv = (heads_last(a.shape, a.dtype) for a in (q, k, v))
+    dk[...] = dv[...] = 0
     along_out = np.vecdot(g, out)[..., None]
     for rows, keys, weights in score_blocks(q, k, scale, causal):
         weights -= sums[rows]
