@@ -1241,6 +1241,7 @@ float16, float32, float64 = (np.dtype(n) for n in ("float16", "float32", "float6
 half, double = float16, float64
 uint8, int8, int16, int32, int64 = (np.dtype(n) for n in "uint8 int8 int16 int32 int64".split())
 short, long = int16, int64
+channels_last = "channels_last"  # for PyTorch programs: a memory format, which changes nothing here
 _default_dtype: ContextVar[np.dtype] = ContextVar("default_dtype", default=float32)
 
 
@@ -3119,13 +3120,15 @@ def batched(n: int, name: str) -> Callable[[Callable], Callable]:
     return decorate
 
 
-# Convolution is a product: every window of the images as a row, times the kernels as columns
+# Convolution is a product: the kernels as rows, times every window of the images as a column
 # (im2col). It is linear in the images and in the kernels, and so are its two derivatives: each of
 # the three ops below has the other two as its own, and no more rules are needed for any order.
 #
-# The rows are as many times larger than the images as a kernel has places. So they are made for
-# a few images at a time, which stay in the cache until the product has used them, and anew in
-# backward (the 3x3 CNN of bench.py: 0.6 of the time of all rows at once).
+# The columns are as many times larger than the images as a kernel has places. So they are made
+# for a few images at a time, which stay in the cache until the product has used them, and anew in
+# backward. And a window of 3 x 3 is not copied as nine elements: columns hold its rows of three,
+# and the kernel's three rows meet the same memory, each a row of the image further on, in products
+# that are added up (the 3x3 CNN of bench.py: GAIN of the time of nine).
 
 
 class Windows(NamedTuple):
@@ -3146,13 +3149,6 @@ class Windows(NamedTuple):
         return tuple((n + a + b - span) // s + 1 for n, s, (a, b), span in
                      zip(size, self.stride, self.padding, self.span))
 
-    def blocks(self, x_shape: Sequence[int]) -> list[slice]:
-        """So many images at a time that their rows take about 4 MB."""
-        batch, channels, *size = x_shape
-        one = math.prod((*self.places(size), channels, *self.kernel))
-        step = max(1, 2**20 // max(one, 1))
-        return [slice(i, i + step) for i in range(0, batch, step)]
-
     def inside(self, size: Sequence[int]) -> tuple[Any, ...]:
         """Where images lie in padded ones."""
         return tuple(slice(a, a + n) for n, (a, _) in zip(size, self.padding))
@@ -3161,32 +3157,53 @@ class Windows(NamedTuple):
         """What of images lies in padded ones: less than all only for padding below 0."""
         return tuple(slice(0, n + min(b, 0)) for n, (_, b) in zip(size, self.padding))
 
-    def rows(self, x: np.ndarray) -> np.ndarray:
-        """The windows of images: (groups, batch * places, kernel * channels / groups)."""
-        n, (batch, channels, *size) = len(self.kernel), x.shape
-        wide = [m + a + b for m, (a, b) in zip(size, self.padding)]
-        places = self.places(size)
-        images = np.zeros((batch, channels, *wide), x.dtype)
-        images[(..., *self.inside(size))] = x[(..., *self.shown(size))]
-        # Memory is copied in runs: along the last dimension of the images, or, with channels
-        # last, across a row of the kernel. The longer run wins (LeNet's first layer: 4 times).
-        along = places[-1] > self.kernel[-1] * channels // self.groups
-        if not along:
-            images = np.moveaxis(np.ascontiguousarray(np.moveaxis(images, 1, -1)), -1, 1)
-        view = windows.op.formula(
-            images.reshape(batch, self.groups, channels // self.groups, *wide),
-            kernel=self.kernel, stride=self.stride, dilation=self.dilation)
-        # (batch, groups, channels, *places, *kernel)
-        at, offsets = tuple(range(3, 3 + n)), tuple(range(3 + n, 3 + 2 * n))
-        shape = (self.groups, batch * math.prod(places), -1)
-        if along:
-            columns = view.transpose(1, *offsets, 2, 0, *at)
-            return columns.reshape(shape[0], -1, shape[1]).swapaxes(1, 2)
-        return view.transpose(1, 0, *at, *offsets, 2).reshape(shape)
+    def shifted(self, channels: int) -> int:
+        """How many of the kernel's dimensions, from the first, columns do not hold: all but the
+        last, unless its products would be too thin."""
+        thin = self.kernel[-1] * channels < 32
+        return 0 if thin else len(self.kernel) - 1
+
+    def columns(self, x: np.ndarray) -> Iterator[tuple[slice, int, np.ndarray]]:
+        """Some images, the number of an offset in the kernel's shifted dimensions, and what all
+        windows show there: (images, groups, rest of the kernel * channels / groups, places)."""
+        batch, channels, *size = x.shape
+        inner = channels // self.groups
+        m, places = self.shifted(inner), self.places(size)
+        wide = [n + a + b for n, (a, b) in zip(size, self.padding)]
+        first, last = (list(kth_elements(*(numbers[part] for numbers in (
+            wide, self.kernel, self.stride, self.dilation)))) for part in (slice(m), slice(m, None)))
+        shape = (self.groups, len(last), inner, *wide[:m], *places[m:])
+        step = max(1, 2**17 // math.prod(shape))
+        images = np.zeros((min(step, batch), self.groups, inner, *wide), x.dtype)
+        copies = np.empty((len(images), *shape), x.dtype)
+        for start in range(0, batch, step):
+            block = slice(start, start + step)
+            part = x[block]
+            n = len(part)
+            images[(slice(n), ..., *self.inside(size))] = part.reshape(
+                n, self.groups, inner, *size)[(..., *self.shown(size))]
+            for k, where in enumerate(last):
+                copies[:n, :, k] = images[:n][where]
+            for k, where in enumerate(first):
+                shown = copies[:n][(*where, *(slice(None) for _ in last[0][1:]))]
+                yield block, k, shown.reshape(n, self.groups, len(last) * inner, -1)
 
     def matrices(self, w: np.ndarray) -> np.ndarray:
-        """Kernels (out, in / groups, *kernel) as (groups, out / groups, kernel * in / groups)."""
-        return np.moveaxis(w, 1, -1).reshape(self.groups, len(w) // self.groups, -1)
+        """Kernels (out, in / groups, *kernel) for each shifted offset: (offsets, groups,
+        out / groups, rest of the kernel * in / groups)."""
+        first = math.prod(self.kernel[: self.shifted(w.shape[1])])
+        w = w.reshape(self.groups, len(w) // self.groups, w.shape[1], first, -1)
+        return w.transpose(3, 0, 1, 4, 2).reshape(first, *w.shape[:2], -1)
+
+    def kernels(self, matrices: np.ndarray, inner: int) -> np.ndarray:
+        """matrices turned back."""
+        first, groups, out, _ = matrices.shape
+        w = matrices.reshape(first, groups, out, -1, inner).transpose(1, 2, 4, 0, 3)
+        return w.reshape(groups * out, inner, *self.kernel)
+
+    def split(self, x: np.ndarray) -> np.ndarray:
+        """(batch, channels, *places) as (batch, groups, channels / groups, places)."""
+        return x.reshape(len(x), self.groups, x.shape[1] // self.groups, math.prod(x.shape[2:]))
 
 
 def kth_elements(size: Sequence[int], kernel: Any, stride: Any, dilation: Any) -> Iterator[tuple]:
@@ -3196,25 +3213,19 @@ def kth_elements(size: Sequence[int], kernel: Any, stride: Any, dilation: Any) -
         yield (..., *(slice(k * d, k * d + (p - 1) * s + 1, s)
                       for k, d, p, s in zip(offset, dilation, places, stride)))
 
-def channels_last(x: np.ndarray, groups: int) -> np.ndarray:
-    """(batch, channels, *places) as rows (groups, batch * places, channels / groups)."""
-    batch, channels, *places = x.shape
-    n = math.prod(places)
-    x = x.reshape(batch, groups, channels // groups, n).transpose(1, 0, 3, 2)
-    return x.reshape(groups, batch * n, channels // groups)
-
 @op(x=lambda g, w, x_shape, how: _conv_to_input(g, w, size=x_shape[2:], how=how),
     w=lambda g, x, how: _conv_to_weight(g, x, how=how),
     b=lambda g: channel_sums(g))
 def _conv(x, w, b, *, how):
-    places = how.places(x.shape[2:])
-    out = np.empty((len(x), len(w), *places), x.dtype)
-    columns = how.matrices(w).swapaxes(1, 2)
-    for block in how.blocks(x.shape):
-        part = out[block].reshape(-1, how.groups, len(w) // how.groups, math.prod(places))
-        rows = how.rows(x[block]) @ columns  # (groups, batch * places, out / groups)
-        part[...] = rows.reshape(how.groups, len(part), -1, part.shape[2]).transpose(1, 0, 3, 2)
-        if b is not None:
+    out = np.empty((len(x), len(w), *how.places(x.shape[2:])), x.dtype)
+    matrices = how.matrices(w)
+    for block, k, columns in how.columns(x):
+        part = how.split(out[block])
+        if k == 0:
+            np.matmul(matrices[k], columns, out=part)
+        else:
+            part += matrices[k] @ columns
+        if b is not None and k == 0:
             part += b.reshape(how.groups, -1, 1)
     return out
 
@@ -3226,7 +3237,7 @@ def _conv_to_input(g, w, *, size, how):
     channels = w.shape[1] * groups
     if set(how.stride) == {1} and math.prod(size) * len(w) <= 4 * math.prod(places) * channels:
         # Turned round: each element sums what the places around it got, by the kernels mirrored.
-        # Another convolution, whose rows are copied seven times faster than they are added up.
+        # Another convolution, whose columns are copied seven times faster than they are added up.
         padding = tuple((s - 1 - a, s - 1 - b) for s, (a, b) in zip(how.span, how.padding))
         if min(map(min, padding)) >= 0:
             turned = np.flip(w, tuple(range(2, 2 + n)))
@@ -3235,26 +3246,29 @@ def _conv_to_input(g, w, *, size, how):
                                     how=how._replace(padding=padding))
     out = np.zeros((len(g), channels, *size), g.dtype)
     wide = tuple(m + a + b for m, (a, b) in zip(size, how.padding))
-    matrices = how.matrices(w).swapaxes(1, 2)
     offsets = list(kth_elements(wide, how.kernel, how.stride, how.dilation))
-    for block in how.blocks(out.shape):
-        columns = matrices @ channels_last(g[block], groups).swapaxes(1, 2)
-        columns = columns.reshape(groups, len(offsets), w.shape[1], -1, *places)
-        images = np.zeros((groups, *columns.shape[2:4], *wide), g.dtype)
+    rows = w.reshape(groups, -1, w.shape[1], len(offsets)).transpose(0, 3, 2, 1)
+    rows = rows.reshape(groups, len(offsets) * w.shape[1], len(w) // groups)
+    step = max(1, 2**17 // (math.prod(places) * channels * len(offsets)))
+    for start in range(0, len(g), step):
+        block = slice(start, start + step)
+        columns = rows @ how.split(g[block])
+        columns = columns.reshape(-1, groups, len(offsets), w.shape[1], *places)
+        images = np.zeros((len(columns), groups, w.shape[1], *wide), g.dtype)
         for k, where in enumerate(offsets):
-            images[where] += columns[:, k]
-        images = np.moveaxis(images.reshape(channels, -1, *wide), 0, 1)
+            images[where] += columns[:, :, k]
+        images = images.reshape(-1, channels, *wide)
         out[(block, ..., *how.shown(size))] = images[(..., *how.inside(size))]
     return out
 
 @op(g=lambda u, x, how: _conv(x, u, None, how=how),
     x=lambda u, g, x_shape, how: _conv_to_input(g, u, size=x_shape[2:], how=how))
 def _conv_to_weight(g, x, *, how):
-    out, inner = g.shape[1] // how.groups, x.shape[1] // how.groups
-    total = np.zeros((how.groups, out, math.prod(how.kernel) * inner), x.dtype)
-    for block in how.blocks(x.shape):
-        total += channels_last(g[block], how.groups).swapaxes(1, 2) @ how.rows(x[block])
-    return np.moveaxis(total.reshape(g.shape[1], *how.kernel, inner), -1, 1)
+    inner = x.shape[1] // how.groups
+    total = how.matrices(np.zeros((g.shape[1], inner, *how.kernel), x.dtype))
+    for block, k, columns in how.columns(x):
+        total[k] += np.add.reduce(how.split(g[block]) @ columns.swapaxes(-1, -2), axis=0)
+    return how.kernels(total, inner)
 
 def channel_sums(x: Any) -> Any:
     """Sums over all but the channels of (batch, channels, ...), by a product with ones."""
