@@ -489,8 +489,8 @@ def tensor_at(array: np.ndarray, edge: Node | Tensor | None) -> Tensor:
     return wrap(array, edge)
 
 
-def topological_order(roots: Iterable[Node | Tensor]) -> list[Node | Tensor]:
-    """All nodes behind the roots, each after every node that uses it.
+def topological_order(roots: Iterable[Node | Tensor], since: int = 0) -> list[Node | Tensor]:
+    """All nodes behind the roots (of number `since` and later), each after every node that uses it.
 
     A node may pass its gradient on only when it is complete, when all consumers have added
     their part. Visiting nodes as they are met would do the paths of a diamond one by one: wrong
@@ -507,7 +507,7 @@ def topological_order(roots: Iterable[Node | Tensor]) -> list[Node | Tensor]:
         node = stack.pop()
         for edge in node.edges:
             if edge.__class__ is Node:
-                if edge not in place:
+                if edge not in place and edge.number >= since:
                     place[edge] = edge.number
                     stack.append(edge)
             elif edge is not None and place.get(edge, node.number) >= node.number:
@@ -581,8 +581,10 @@ def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None],
         known = pending.gradients.get(edge)
         pending.gradients[edge] = seed if known is None else known + seed
         pending.lent.add(edge)
-    order: list[Any] = topological_order(pending.gradients)
     targets = None if inputs is None else {edge_of(x): x for x in inputs}
+    # What was there before the first target cannot have been made from it.
+    oldest = min((edge.number for edge in targets or () if edge is not None), default=0)
+    order: list[Any] = topological_order(pending.gradients, oldest)
     captured: dict[Any, Any] = {}
     callbacks: list[Callable[[], None]] = []
     reset = _callbacks.set(callbacks)
@@ -2895,10 +2897,13 @@ def composed(plain: Callable, residuals: str = "") -> Callable:
             if not isinstance(g, Tensor):
                 return fast(g, needs, *values)
             known = dict(zip(names, values))
-            inputs = [known[n] for n, need in zip(taken, needs) if need]
-            found = iter(grad(plain(**{n: known[n] for n in taken}), inputs, g, create_graph=True,
-                              allow_unused=True))
-            return tuple(next(found) if need else None for need in needs)
+            # Each input gets a node of its own, at which its gradient ends: two may be the same
+            # tensor, or one may have been computed from another.
+            inputs = {n: known[n].view(known[n].shape) for n, need in zip(taken, needs) if need}
+            found = grad(plain(**{n: inputs.get(n, known[n]) for n in taken}), inputs.values(), g,
+                         create_graph=True, allow_unused=True)
+            gradients = dict(zip(inputs, found))
+            return tuple(gradients.get(n) for n, _ in zip(taken, needs))
 
         return op(joint=derivative, residuals=dict.fromkeys(residuals.split()), quiet=True)
 

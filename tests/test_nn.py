@@ -116,6 +116,8 @@ for causal, shape, keys in itertools.product(
 case("scaled_dot_product_attention", lambda m, q, k, v:
      m.nn.functional.scaled_dot_product_attention(q * 30, k * 30, v, is_causal=True), (2, 40, 8),
      (2, 40, 8), (2, 40, 3), dtypes=["float64"], factor=9)  # exp would overflow
+# One tensor as two inputs, and an input computed from another: a gradient for each place.
+case("layer_norm", lambda m, x: m.nn.functional.layer_norm(x, (5,), x, x * 2), (5,), factor=9)
 case("embedding", lambda m, i, w: m.nn.functional.embedding(i, w), integers(30, 40, high=7), (9, 3),
      factor=9, **LARGE)
 case("conv2d", lambda m, x, w, b: m.nn.functional.conv2d(x, w, b, padding=1), (25, 16, 26, 26),
@@ -124,6 +126,11 @@ case("conv2d", lambda m, x, w, b: m.nn.functional.conv2d(x, w, b), (40, 6, 12, 1
      (32,), factor=999, **LARGE)
 case("conv2d", lambda m, x, w, b: m.nn.functional.conv2d(x, w, b, stride=2, groups=2),
      (25, 16, 26, 26), (40, 8, 3, 3), (40,), factor=999, **LARGE)
+
+case("conv2d", lambda m, x, w: m.nn.functional.conv2d(x, w, stride=(2, 1), dilation=(1, 2)),
+     (9, 40, 9, 11), (6, 40, 3, 3), factor=999, **LARGE)
+case("conv1d", lambda m, x, w: m.nn.functional.conv1d(x, w, padding=1), (9, 40, 30), (6, 40, 3),
+     factor=999, **LARGE)
 
 # -- losses ----------------------------------------------------------------------------------------
 
