@@ -358,6 +358,50 @@ def test_a_timed_out_recv_leaves_the_array_alone(name):
 
 
 @every
+def test_the_rest_of_a_message_that_began_early_lands_in_the_callers_array(name):
+    size, begun = 2 << 20, 300_000
+    data = np.random.default_rng(0).integers(0, 256, size, "u1")
+    with cluster(name) as (a, b):
+        a.send(1, *opaque())
+        assert b.recv(0).fields == (0,)         # they are connected
+        stream, gate, left = a.links[1].conn.stream, threading.Event(), [begun]
+        send = stream.send
+
+        def stops_half_way(views):
+            if not gate.is_set():
+                if left[0] <= 0:
+                    raise BlockingIOError
+                views = [memoryview(views[0])[:left[0]]]
+                left[0] -= len(views[0])
+            return send(views)
+        stream.send = stops_half_way
+        sender = threading.Thread(target=lambda: a.send(1, *opaque(1), [data]))
+        sender.start()
+
+        def on_its_way():
+            queue = b.links[0].inbox.get(0)
+            return queue[0].got if queue else 0
+        deadline = time.monotonic() + 20
+        while not on_its_way() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert 0 < on_its_way() < size
+        early, into = np.zeros(size, "u1"), np.zeros(size, "u1")
+        with pytest.raises(mt.Timeout):         # it is not there in time, and goes on arriving
+            b.recv(0, into=early, timeout=0.1)
+        early[:] = 0
+        assert b.held == size
+        receiver = threading.Thread(target=lambda: b.recv(0, into=into))
+        receiver.start()
+        while b.held and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert b.held == 0                      # no memory of its own any more
+        gate.set()
+        sender.join(20)
+        receiver.join(20)
+        assert np.array_equal(into, data) and not early.any()
+
+
+@every
 def test_D4_wrong_length_is_an_error_on_both_sides(name):
     fields = (p.OP_CODES["all_reduce"], 1, 1, 0, 57)
     with cluster(name, 3) as nodes:

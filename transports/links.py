@@ -230,6 +230,11 @@ class Links(Transport):
         link.held += message.total
         self.held += message.total
 
+    def _let_go(self, link: Link, queue: deque[Incoming]) -> None:
+        message = queue.popleft()
+        link.held -= message.total
+        self.held -= message.total
+
     def _fits(self, link: Link, post: Post, message: Incoming) -> None:
         if post.view is not None and len(post.view) != message.total:
             raise broken("MISMATCH", (
@@ -249,7 +254,11 @@ class Links(Transport):
             except ProtocolError as error:
                 self._give_up(error)
                 raise
-            post.message = queue[0]
+            message = post.message = queue[0]
+            if post.view is not None and not message.done:      # its rest lands where it belongs
+                self._let_go(link, queue)
+                post.view[:message.got] = message.view[:message.got]
+                message.view, message.payload = post.view, post.into
         link.posts[channel] = post
         self._resume(link)
         return post
@@ -261,9 +270,7 @@ class Links(Transport):
         del link.posts[channel]
         queue = link.inbox.get(channel)
         if queue and queue[0] is message:
-            queue.popleft()
-            link.held -= message.total
-            self.held -= message.total
+            self._let_go(link, queue)
             if post.view is not None:
                 if message.total:               # (an empty view is read-only)
                     post.view[:] = message.view
