@@ -130,12 +130,12 @@ class Links(Transport):
             self._drop(conn, conn.trouble or "connection closed")
             return True
         self.stats["bytes_received"] += count
-        self._parsed(conn, lambda: session.received(count, time.monotonic()))
+        self._parsed(conn, session.received, count, time.monotonic())
         return True
 
-    def _parsed(self, conn: Connection, parse: Callable[[], list[Incoming]]) -> None:
+    def _parsed(self, conn: Connection, parse: Callable[..., list[Incoming]], *args: Any) -> None:
         try:
-            for message in parse():
+            for message in parse(*args):
                 if message.kind in protocol.SESSION_KINDS:
                     self._control(conn, message)
         except ProtocolError as error:
