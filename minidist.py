@@ -8654,14 +8654,24 @@ class ParameterServer(Machine):
         self.lost: set[int] = set()
         self.staleness: collections.Counter[int] = collections.Counter()
         self.rejected = self.late = self.samples = 0
+        self._asked: set[int] = set()  # workers that ever pulled
         self._pulls: dict[int, int] = {}  # worker: its clock, of questions not answered yet
         self._round: dict[int, tuple] = {}  # worker: push_id, gradient, samples, held
         self._acknowledged: dict[tuple, Packet] = {}  # (worker, incarnation): its last APPLIED
 
     @property
     def done(self) -> bool:
-        """Every worker has finished or is lost, and nobody waits for an answer."""
-        return self.finished | self.lost >= self.workers and not self._pulls
+        """Every worker has finished or is lost, and nobody waits for an answer; or rank 0 is lost
+        and has not said what to begin with, so that nobody will ever get one."""
+        if self.values is None and 0 in self.lost:
+            return True
+        return self.gone >= self.workers and not self._pulls
+
+    @property
+    def gone(self) -> set[int]:
+        """Workers for whom nobody waits. Who is lost is told by rank 0: once it is gone itself,
+        one that has not asked anything yet may never do so."""
+        return self.finished | self.lost | (self.workers - self._asked if 0 in self.lost else set())
 
     def on_message(self, kind: str, peer: int, fields: tuple = (),
                    payload: Any = b"") -> list[Packet]:
@@ -8754,6 +8764,7 @@ class ParameterServer(Machine):
 
     def _on_pull(self, peer: int, fields: tuple, payload: Any) -> list[Packet]:
         clock = self._pulls[peer] = fields[0]
+        self._asked.add(peer)
         if clock == FINISHED:
             self.finished.add(peer)
         elif clock != SNAPSHOT:
@@ -8764,7 +8775,7 @@ class ParameterServer(Machine):
         """What everyone who waits may have by now: a complete round, a STATE."""
         if self.values is None:
             return []
-        gone, answers = self.finished | self.lost, []
+        gone, answers = self.gone, []
         running = self.workers - gone
         if self._round and len(self._round) >= min(self.settings["gather"], len(running)):
             ranks, parts = zip(*sorted(self._round.items()))

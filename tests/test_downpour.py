@@ -161,6 +161,23 @@ def test_D39_who_asks_early_waits_for_rank_0():
     np.testing.assert_array_equal(server.values, [1, 2])
 
 
+def test_nobody_waits_for_a_rank_0_that_is_lost_before_it_began():
+    server = md.ParameterServer(2)
+    server.on_message("PULL", 1, (0, 0, SIZE))
+    assert not server.done
+    server.on_lost(0)
+    assert server.done                      # it leaves, and rank 1 hears of that
+
+
+def test_after_rank_0_nobody_waits_for_who_never_asked():
+    server = md.ParameterServer(3)
+    server.on_message(*init(0, np.zeros(SIZE)))
+    server.on_message("PULL", 1, (md.FINISHED, 0, SIZE))
+    assert not server.done
+    server.on_lost(0)
+    assert server.gone == {0, 1, 2} and server.done
+
+
 def init(rank, values, rule="sgd", **settings):
     settings = {"lr": 1.0, **settings}
     return Packet("INIT", rank, ("float64", 0, len(values), rule, settings), np.array(values))

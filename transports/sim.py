@@ -255,6 +255,10 @@ class World:
         self.at(max(last, machine.down), self._deliver, pair, size, deliver, args)
 
     def _deliver(self, pair: tuple[int, int], size: int, deliver: Callable, args: tuple) -> None:
+        node = self.nodes[pair[1]]
+        if self.now < node.paused_until and not node.dead:      # looks at it when it goes on
+            self.at(node.paused_until, self._deliver, pair, size, deliver, args)
+            return
         self.fingerprint = zlib.crc32(struct.pack("<d3Q", self.now, *pair, size),
                                       self.fingerprint)
         deliver(*args)
@@ -305,10 +309,8 @@ class World:
                     self.at(silent, self._silence, peer, node)
 
     def _silence(self, peer: SimTransport, node: Node) -> None:
-        if not node.dead:
+        if not node.dead and self.now >= peer.own.paused_until:
             peer.miss(node.number)
-            if node.transport is not None:      # that it was dropped it learns when it goes on
-                node.transport.lose(peer.node, CODES["LOST"], "connection closed")
 
     def _resume(self, node: Node) -> None:
         if node.waiting and self.now >= node.paused_until:
@@ -323,10 +325,15 @@ class World:
         self.at(self.now + fault.seconds, self._heal, side)
         for number in side:
             for peer in self._peers(self.nodes[number]):
-                silent = peer.config.heartbeat_timeout
-                if peer.node not in side and silent < fault.seconds:
-                    self.at(self.now + silent, self._apart, peer.node, number)
-                    self.at(self.now + silent, self._apart, number, peer.node)
+                self.part(number, peer.node)
+
+    def part(self, a: int, b: int) -> None:
+        """Two that a partition keeps apart for too long miss each other."""
+        if self._cut(a, b):
+            for node, peer in (a, b), (b, a):
+                transport = self.nodes[node].transport
+                if transport is not None:
+                    self.at(self.now + transport.config.heartbeat_timeout, self._apart, node, peer)
 
     def _apart(self, node: int, peer: int) -> None:
         transport = self.nodes[node].transport
@@ -476,8 +483,10 @@ class SimTransport(Transport):
         self.connected.add(peer)
         other.connected.add(self.node)
         latency = self.world.latency(self.node, peer)
+        self.world.part(self.node, peer)
         self.world.wait(self.own, self.world.now + TRIPS * latency, listening=False)
-        if other.over or other.own.dead:        # it had gone already, or went meanwhile
+        # It had gone already, or went meanwhile, or has given us up.
+        if other.over or other.own.dead or self.node in other.lost:
             self.lose(peer, *other.last_words)
             self._check(peer)
 
@@ -573,7 +582,7 @@ class SimTransport(Transport):
 
     def heard_of(self, other: SimTransport) -> None:
         """An event: node 0 has been joined."""
-        if not self.over and not other.over:
+        if not (self.over or self.own.dead or other.over or other.own.dead):
             self.connected.add(other.node)
             other.connected.add(0)
             self.missing.discard(other.node)
@@ -599,10 +608,13 @@ class SimTransport(Transport):
 
     def lose(self, peer: int, code: int, reason: str) -> None:
         """An event: a peer is gone, for all of us or with a goodbye; as in members.py."""
-        if self.over or peer in self.lost:
+        if self.over or self.own.dead or peer in self.lost:
             return
         self.lost[peer] = (code, reason)
         self.untold.append(peer)
+        if code and peer in self.connected:     # whom we have given up sees the connection close
+            self.world.send(self.node, peer, 0, self._to(peer).lose, self.node, CODES["LOST"],
+                            "connection closed")
         if code and (0 in (self.node, peer) or self.on_lost is None):
             for other in sorted(self.connected - self.lost.keys()):
                 self.world.send(self.node, other, 100, self._to(other).hear, self.node, peer,
