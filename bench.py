@@ -15,6 +15,7 @@ How a comparison becomes believable, and what this file does about it:
 
 import argparse
 import contextlib
+import io
 import json
 import math
 import os
@@ -1014,6 +1015,178 @@ def plot_parallel(rows: list[dict], axes: Callable[..., Any]) -> None:
 
 
 # ---------------------------------------------------------------------------
+# Strategies on simulated clusters
+# ---------------------------------------------------------------------------
+#
+# Every strategy trains the same network on the same samples, in clusters that differ in one
+# thing each. Time is virtual, so other work on this machine changes nothing, and a seed gives
+# the same figures everywhere. What the papers lead us to expect stands here, written down before
+# the first run; the report says of each expectation whether it came true.
+
+CLUSTERS: dict[str, dict[str, Any]] = {
+    "even": {},
+    "stragglers": {"compute": {"noise": 0.5, "straggle": 0.05, "speeds": [1, 1, 1, 0.5]}},
+    "slow links": {"link": {"bandwidth": 1.25e6, "latency": 0.005}},
+}
+MANY = "even, many"                           # with more and more workers
+
+# Label: the strategy, its options, parameter servers, and whether each push is a step of its own
+# (then n workers make n of them, and each gets an n-th of the learning rate).
+STRATEGIES: dict[str, tuple[str, dict[str, Any], int, bool]] = {
+    "sync": ("sync", {}, 0, False),
+    "sync bf16": ("sync", {"compress": "bf16"}, 0, False),
+    "downpour": ("downpour", {}, 1, True),
+    "dcasgd": ("dcasgd", {}, 1, True),
+    "ssp": ("ssp", {"bound": 3}, 1, False),
+    "backup": ("ssp", {"bound": 0, "backup": 1}, 1, False),
+    "easgd": ("easgd", {}, 1, False),
+    "local": ("local", {"sync_every": 8}, 0, False),
+    "diloco": ("diloco", {"sync_every": 16}, 0, False),
+    "gossip": ("gossip", {}, 0, False),
+    "ad-psgd": ("gossip", {"asynchronous": True}, 0, False),
+}
+
+
+class Figures:
+    """The rows of a report, by cluster, strategy and workers."""
+
+    def __init__(self, rows: list[dict]):
+        self.rows = {(row["cluster"], row["strategy"], row["workers"]): row for row in rows}
+        self.most = max(row["workers"] for row in rows)
+
+    def __call__(self, key: str, cluster: str, strategy: str, workers: int = 8) -> float:
+        return self.rows[cluster, strategy, workers][key]
+
+    def less(self, key: str, cluster: str, one: str, other: str, times: float = 1.0) -> bool:
+        return self(key, cluster, one) < times * self(key, cluster, other)
+
+
+# Who says so, what we expect of it here, and how to see whether it came true.
+EXPECTED: list[tuple[str, str, Callable[[Figures], bool]]] = [
+    ("Chen et al. 2016", "even: the last accuracy of sync is not below that of downpour",
+     lambda f: f("accuracy", "even", "sync") >= f("accuracy", "even", "downpour")),
+    ("Dean et al. 2012", "stragglers: downpour is through its samples before sync",
+     lambda f: f.less("seconds", "stragglers", "downpour", "sync")),
+    ("Chen et al. 2016", "stragglers: one backup worker makes sync faster",
+     lambda f: f.less("seconds", "stragglers", "backup", "sync")),
+    ("Ho et al. 2013", "stragglers: bounded staleness is faster than sync",
+     lambda f: f.less("seconds", "stragglers", "ssp", "sync")),
+    ("Ho et al. 2013", "stragglers: its mean staleness is below that of downpour",
+     lambda f: f.less("staleness", "stragglers", "ssp", "downpour")),
+    ("Lian et al. 2018", "stragglers: asynchronous gossip is faster than gossip in step",
+     lambda f: f.less("seconds", "stragglers", "ad-psgd", "gossip")),
+    ("Stich 2019", "slow links: meeting every 8 steps sends under a quarter of the bytes of sync",
+     lambda f: f.less("megabytes", "slow links", "local", "sync", 0.25)),
+    ("Stich 2019", "slow links: and needs under half its time",
+     lambda f: f.less("seconds", "slow links", "local", "sync", 0.5)),
+    ("Douillard et al. 2023", "slow links: DiLoCo comes within 2 points of the accuracy of sync",
+     lambda f: f("accuracy", "slow links", "diloco") > f("accuracy", "slow links", "sync") - 0.02),
+    ("Lian et al. 2017", "slow links: gossip on a ring is faster than downpour's one server",
+     lambda f: f.less("seconds", "slow links", "gossip", "downpour")),
+    ("Micikevicius et al. 2018", "slow links: half the bits lose at most a point of accuracy",
+     lambda f: abs(f("accuracy", "slow links", "sync bf16")
+                   - f("accuracy", "slow links", "sync")) <= 0.01),
+    ("Mitliagkas et al. 2016", "many: staleness is about the number of other workers",
+     lambda f: 0.8 < f("staleness", MANY, "downpour", f.most) / (f.most - 1) < 1.2),
+    ("Chen et al. 2016", "many: and the more there are, the worse downpour learns",
+     lambda f: f("accuracy", MANY, "downpour", f.most) < f("accuracy", MANY, "downpour", 4)),
+    ("Thakur et al. 2005", "many: the time of sync grows like log n, the one server's like n",
+     lambda f: f("seconds", MANY, "sync", f.most) < f("seconds", MANY, "downpour", f.most)),
+]
+
+
+def strategies(options: argparse.Namespace) -> list[dict]:
+    many = [4, 8] if options.quick else [4, 16, 64, 256]
+    jobs = [(cluster, table, 8, 128, 30) for cluster, table in CLUSTERS.items()]
+    jobs += [(MANY, {}, workers, 512, 10) for workers in many]
+    rows = []
+    print(f"{len(EXPECTED)} expectations, written down before these runs:")
+    for source, text, _ in EXPECTED:
+        print(f"  {text} ({source})")
+    for cluster, table, workers, batch, epochs in jobs:
+        print(f"\n{cluster}, {workers} workers\n{'':10}  accuracy  virtual s  to 90 %  MB sent"
+              "  staleness")
+        for name in options.strategies:
+            rows.append({"cluster": cluster, "strategy": name, "workers": workers,
+                         **train_simulated(name, table, workers, batch,
+                                           2 if options.quick else epochs)})
+            show_strategy(rows[-1])
+    print()
+    return rows + judged(rows)
+
+
+def judged(rows: list[dict]) -> list[dict]:
+    """Of each expectation for which there are figures: did it come true?"""
+    found, figures = [], Figures(rows)
+    for source, text, check in EXPECTED:
+        with contextlib.suppress(KeyError):             # a strategy that was not asked for
+            found.append({"expected": text, "source": source, "true": bool(check(figures))})
+            print(f"{'true ' if found[-1]['true'] else 'FALSE'}  {text} ({source})")
+    return found
+
+
+def train_simulated(name: str, cluster: dict, workers: int, batch: int, epochs: int) -> dict:
+    md = import_module("minidist")
+    strategy, given, servers, asynchronous = STRATEGIES[name]
+    make = md.plugin(strategy, md.distributed.Strategy)
+    rate = 0.2 * batch / 128 / (workers if asynchronous else 1)
+
+    def work() -> dict:
+        dist, nn = md.distributed, md.nn
+        dist.init_process_group()
+        md.manual_seed(0)
+        data, test = md.load_dataset("digits")
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+        train = make(model, md.optim.SGD(model.parameters(), lr=rate), **given)
+        loader = md.utils.data.DataLoader(data, batch, shuffle=True)
+        clock, curve, begin = train.group.transport.clock, [], train.group.transport.clock()
+        for epoch in range(epochs):
+            for x, y in train.batches(loader):
+                train.zero_grad()
+                if len(x):
+                    nn.functional.cross_entropy(model(x), y).backward()
+                train.step()
+            if epoch == epochs - 1:
+                train.finish()
+            if dist.get_rank() == 0:                    # by its own parameters
+                with md.no_grad():
+                    images, labels = test.tensors
+                    right = (model(images).argmax(1) == labels).float().mean().item()
+                curve.append([clock() - begin, right])
+        return {"curve": curve, "seconds": clock() - begin,
+                "bytes": train.group.transport.stats["bytes_sent"],
+                "staleness": dict(getattr(train, "staleness", {}))}
+    with contextlib.redirect_stdout(io.StringIO()):
+        ranks = md.launch(work, workers=workers, transport="sim", servers=servers,
+                          cluster={"seed": 1, **cluster})
+    curve = ranks[0]["curve"]
+    pushes = [(age, count) for rank in ranks for age, count in rank["staleness"].items()]
+    return {"accuracy": curve[-1][1], "curve": curve, "seconds": max(r["seconds"] for r in ranks),
+            "to_90": next((at for at, right in curve if right >= 0.9), None),
+            "megabytes": statistics.mean(rank["bytes"] for rank in ranks) / 1e6,
+            "staleness": sum(age * count for age, count in pushes)
+            / max(1, sum(count for _, count in pushes))}
+
+
+def show_strategy(row: dict) -> None:
+    reached = "never" if row["to_90"] is None else f"{row['to_90']:.2f}"
+    print(f"{row['strategy']:10}  {row['accuracy']:8.1%}  {row['seconds']:9.2f}  {reached:>7}"
+          f"  {row['megabytes']:7.2f}  {row['staleness']:9.1f}", flush=True)
+
+
+def plot_strategies(rows: list[dict], axes: Callable[..., Any]) -> None:
+    runs = [row for row in rows if "curve" in row]
+    places = list(dict.fromkeys((row["cluster"], row["workers"]) for row in runs))
+    for axis, (cluster, workers) in zip(axes(len(places)), places):
+        for row in runs:
+            if (row["cluster"], row["workers"]) == (cluster, workers):
+                axis.plot(*zip(*row["curve"]), label=row["strategy"])
+        axis.set(title=f"{cluster}, {workers} workers", xlabel="virtual seconds",
+                 ylabel="test accuracy", xscale="log")
+        axis.legend()
+
+
+# ---------------------------------------------------------------------------
 # Figures and command line
 # ---------------------------------------------------------------------------
 
@@ -1092,6 +1265,11 @@ COMMANDS = {
         "minidist's over TCP and shared memory, in turns, one thread each. `naive` sends each "
         "gradient by itself, over TCP: so one sees what buckets buy.",
         {"models": (list(WORKLOADS), ["mlp"])}),
+    "strategies": Command(strategies, plot_strategies,
+        "Accuracy against virtual time and bytes for every strategy, on simulated clusters: even, "
+        "with stragglers, with slow links, and with 4 to 256 workers. What the papers lead us to "
+        "expect is printed first, and at the end whether it came true.",
+        {"strategies": (list(STRATEGIES), ["sync", "downpour", "ssp"])}),
 }
 
 MEMBERS: dict[str, Callable[..., None]] = {

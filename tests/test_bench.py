@@ -182,3 +182,16 @@ def test_help_teaches(capsys):
         assert end.value.code == 0
     text = capsys.readouterr().out
     assert "take turns" in text and "ratio" in text and "%%" not in text
+
+
+def test_strategies(tmp_path):
+    rows, table = rows_of("strategies", "--strategies", "sync", "ssp", cwd=tmp_path)
+    runs = [row for row in rows if "curve" in row]
+    assert len(runs) == 2 * (len(bench.CLUSTERS) + 2)
+    for row in runs:
+        assert len(row["curve"]) == 2 and row["seconds"] >= row["curve"][-1][0] > 0
+    sync, ssp = runs[:2]
+    assert sync["staleness"] == 0 < ssp["staleness"] and sync["megabytes"] > ssp["megabytes"] > 0
+    found = {row["expected"]: row["true"] for row in rows if "expected" in row}
+    assert found["stragglers: bounded staleness is faster than sync"] is True
+    assert all(f"{'true ' if true else 'FALSE'}  {text}" in table for text, true in found.items())
