@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import minidist as md
+import minidist_transports as mt
 from memory import cluster, run
 from minidist import Packet
 from minidist_transports import training
@@ -411,6 +412,18 @@ def test_losing_a_worker_does_not_stop_the_others():
     assert lost is None and server.lost == {2}
     assert whole(first.model).tobytes() == whole(second.model).tobytes() == server.values.tobytes()
     assert server.version == 9 + 9 + 4
+
+
+def test_a_loss_from_before_the_wire_was_there_is_an_error():
+    class Failed:                           # as a transport that had needed all its nodes
+        size, doing = 3, ""
+
+        def recv_any(self, **options):
+            raise mt.PeerLost(1, "connection closed")
+    wire = training.Wire(Failed())
+    assert wire.recv(1.0, "PULL")[:2] == ("LOST", 1)
+    with pytest.raises(mt.PeerLost, match="connection closed"):     # else we would ask for ever
+        wire.recv(1.0, "PULL")
 
 
 def test_losing_a_server_is_an_error_that_names_it():

@@ -72,6 +72,7 @@ class Wire:
     def __init__(self, transport: Transport):
         self.transport, self.size = transport, transport.size
         self.lost: list[tuple] = []             # found out while sending, not told yet
+        self.told: set[int] = set()             # found out while waiting
         transport.on_lost = lambda peer, reason: None
 
     def send(self, packets: Sequence[tuple]) -> None:
@@ -89,6 +90,9 @@ class Wire:
         try:
             return decode(self.transport.recv_any(channel=2, timeout=timeout))
         except PeerLost as lost:
+            if lost.peer in self.told:          # it went when we still needed all: see node.py
+                raise
+            self.told.add(lost.peer)
             return "LOST", lost.peer, (str(lost),), b""
         finally:
             self.transport.doing = ""
