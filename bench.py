@@ -20,6 +20,7 @@ import json
 import math
 import os
 import platform
+import re
 import secrets
 import socket
 import statistics
@@ -1187,6 +1188,68 @@ def plot_strategies(rows: list[dict], axes: Callable[..., Any]) -> None:
 
 
 # ---------------------------------------------------------------------------
+# The simulator's predictions
+# ---------------------------------------------------------------------------
+
+# A network of its own, whose one interface carries so many megabits a second.
+SHAPED = ("ip link set lo mtu 1500 up && tc qdisc add dev lo root tbf rate {rate}mbit burst 16kb "
+          'latency 500ms && exec "$@"')
+
+
+def predict(options: argparse.Namespace) -> list[dict]:
+    rows = []
+    print("two workers, seconds of training      measured  simulated  ratio")
+    for rate in options.rates:
+        shaped = ["unshare", "--map-root-user", "--net", "sh", "-c", SHAPED.format(rate=rate), "sh"]
+        for transport in options.transports:
+            with tempfile.TemporaryDirectory() as folder:
+                file = f"{folder}/cluster.toml"
+                output(*shaped, sys.executable, str(MINIDIST), "calibrate", "--transport",
+                       transport, "--batch-size", "32", "--out", file)
+                for strategy in options.strategies:
+                    job = [sys.executable, str(MINIDIST), "train", "--model", "mlp", "--data",
+                           "digits", "--batch-size", "64", "--workers", "2", "--epochs",
+                           "1" if options.quick else "3", "--strategy", strategy, "--transport"]
+                    real = seconds_of(output(*shaped, *job, transport))
+                    foretold = seconds_of(output(*job, "sim", "--cluster", file))
+                    rows.append({"mbit": rate, "transport": transport, "strategy": strategy,
+                                 "measured": real, "simulated": foretold,
+                                 "ratio": foretold / real})
+                    print(f"{rate:4} Mbit/s  {transport:6}  {strategy:16}{real:9.1f}"
+                          f"{foretold:11.1f}{foretold / real:7.2f}", flush=True)
+    return rows
+
+
+def output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise BenchError(f"{error.filename} is not there: a network of our own needs Linux with "
+                         "unshare, ip and tc") from None
+    if done.returncode:
+        raise BenchError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def seconds_of(text: str) -> float:
+    found = re.search(r"([\d.,]+) s of training", text)
+    if found is None:
+        raise BenchError(f"no time in: {text}")
+    return float(found[1].replace(",", ""))
+
+
+def plot_predictions(rows: list[dict], axes: Callable[..., Any]) -> None:
+    axis, = axes(1)
+    for row in rows:
+        axis.plot(row["measured"], row["simulated"], "o",
+                  label=f"{row['transport']}, {row['strategy']}, {row['mbit']} Mbit/s")
+    most = max(row["measured"] for row in rows)
+    axis.plot([0, most], [0, most], color="gray")
+    axis.set(xlabel="seconds measured", ylabel="seconds simulated")
+    axis.legend()
+
+
+# ---------------------------------------------------------------------------
 # Figures and command line
 # ---------------------------------------------------------------------------
 
@@ -1270,6 +1333,12 @@ COMMANDS = {
         "with stragglers, with slow links, and with 4 to 256 workers. What the papers lead us to "
         "expect is printed first, and at the end whether it came true.",
         {"strategies": (list(STRATEGIES), ["sync", "downpour", "ssp"])}),
+    "predict": Command(predict, plot_predictions,
+        "Whether the simulator foretells real runs. `minidist calibrate` measures this machine "
+        "and a link of limited rate; then two workers train over it, and in the simulator. Needs "
+        "Linux with unshare, ip and tc; no rights of root.",
+        {"transports": (["tcp", "udp"], ["tcp"]), "strategies": (["sync", "downpour"], ["sync"]),
+         "rates": ([8, 20], [20])}),
 }
 
 MEMBERS: dict[str, Callable[..., None]] = {

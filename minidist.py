@@ -9735,6 +9735,8 @@ def arguments(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     data.add_argument("names", nargs="*", metavar="NAME", help="fetch and describe these")
     data.add_argument("--data-dir", metavar="DIR", help="where the files are")
     commands.add_parser("serve", help="a parameter server; the other commands start it")
+    commands.add_parser("calibrate", help="measure this machine for --transport sim",
+                        add_help=False)
     commands.add_parser("keygen", help="make the secret key of a job", add_help=False)
     commands.add_parser("conformance", help="test a worker of your own against PROTOCOL.md",
                         add_help=False)
@@ -9744,7 +9746,8 @@ def arguments(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     tune()
-    modules = {"launch": "launch", "conformance": "conformance", "keygen": "keys"}
+    modules = {"launch": "launch", "conformance": "conformance", "keygen": "keys",
+               "calibrate": "calibrate"}
     if argv and argv[0] in modules:
         try:
             module = companion("transports", modules[argv[0]])

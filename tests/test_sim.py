@@ -475,3 +475,20 @@ def test_a_thread_that_is_killed_ends_quietly():
     _, world = simulated(lambda node: work(node) if node.node else None, 2,
                          settings={"fault": [crash]})
     assert world.nodes[1].ended == 1.0 and world.nodes[1].error is None
+
+
+def test_calibrate_measures_a_cluster(tmp_path):
+    path = tmp_path / "cluster.toml"
+    done = minidist("calibrate", "--transport", "pipe", "--batch-size", 64, "--out", path, "--",
+                    "--model", "mlp", "--data", "digits", "--epochs", 1)
+    assert done.returncode == 0, done.stderr
+    found = Cluster.read(str(path))
+    assert found.compute.step + found.compute.sample > 0
+    assert found.link.message > 0 and found.link.bandwidth > 1e5
+    done = minidist("train", "--model", "mlp", "--data", "digits", "--epochs", 1, "--workers", 2,
+                    "--transport", "sim", "--cluster", path)
+    assert done.returncode == 0 and "virtual time" in done.stdout, done.stderr
+    done = minidist("calibrate", "--transport", "sim")
+    assert done.returncode == 2 and "cannot be measured" in done.stderr
+    done = minidist("calibrate", "--", "--model", "none")
+    assert done.returncode == 2 and "'none'" in done.stderr
