@@ -274,7 +274,7 @@ class Coordinator:
 
 
 def learn():
-    """A small network on 640 digits, on six ranks, of which one replica is slow."""
+    """A small network on 640 digits, on six ranks, of which the last is slow."""
     import time
 
     md.distributed.init_process_group()
@@ -302,7 +302,7 @@ if __name__ == "__main__":
               ranks[rank]["counted"] == 20 * evaluations)
     #> shard 1 counted each portion once: True
     #> shard 2 counted each portion once: True
-    print("some were computed twice:", ranks[0]["twice"] > 0)
-    #> some were computed twice: True
-    print("the slow replica was given fewer:", ranks[5]["computed"] < ranks[3]["computed"] / 2)
-    #> the slow replica was given fewer: True
+    print(f"{20 * evaluations} portions, of which {ranks[0]['twice']} were given out twice; "
+          "computed by the replicas:",
+          *[report["computed"] for report in ranks[3:]])
+    #> ... portions, of which ... were given out twice; computed by the replicas: ...
