@@ -132,6 +132,7 @@ def test_error_feedback_is_its_formula(name):
     residual = np.zeros(60)
     for step in range(50):
         g = vector(60, step)
+        g[:5] *= step > 0                   # zero is not negative
         expected = formula(g + residual)
         residual = g + residual - expected
         np.testing.assert_allclose(sent(c, g), expected, rtol=0, atol=1e-12)
@@ -712,6 +713,25 @@ def test_a_late_portion_is_given_out_twice_and_counted_once():
     np.testing.assert_allclose(coordinator["losses"], report["losses"], rtol=0, atol=1e-12)
     for a, b in zip(late.parameters(), model.parameters()):
         np.testing.assert_allclose(a.detach().numpy(), b.detach().numpy(), rtol=0, atol=1e-9)
+
+
+def test_a_shard_adds_a_portion_once():
+    """It comes twice; another is of an earlier evaluation."""
+    module = lesson("sandblaster")
+
+    def rank(group):
+        if group.rank == 1:
+            return module.be_shard(np.zeros(3), group)[1]
+        if group.rank == 2:
+            for evaluation, portion, value in [(2, 0, 1), (2, 0, 1), (1, 1, 10), (2, 1, 2)]:
+                module.send([evaluation, portion, value, value, value], 1, module.GRADIENT, group)
+            return None
+        for command in [(module.BEGIN, 2), (module.COLLECT, 0), (module.COLLECT, 0),
+                        (module.SUM, module.G), (module.END, 0)]:
+            module.send([*command, 0, 0], 1, module.COMMAND, group)
+        return module.recv(1, 1, module.SCALAR, group)[1]
+    total, report, _ = on_ranks(3, rank)
+    assert total == [9.0] and report == {"counted": 2, "dropped": 2}
 
 
 def test_the_coordinator_moves_no_vectors():
