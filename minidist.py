@@ -9469,7 +9469,7 @@ def train(flags: argparse.Namespace) -> None:
         flags.strategy_options["compress"] = flags.compress
     if flags.noise_scale:
         flags.strategy_options["noise_scale"] = noise = NoiseScale()
-    if issubclass(flags.kind, Downpour) and flags.optimizer != "sgd":
+    if issubclass(flags.kind, Downpour) and not flags.kind.elastic and flags.optimizer != "sgd":
         flags.strategy_options["rule"] = named(ServerSGD)[flags.optimizer](flags.options["lr"])
     try:
         strategy = flags.kind(model, optimizer, **flags.strategy_options)
@@ -9606,10 +9606,11 @@ def prepared(flags: argparse.Namespace, workers: int) -> None:
             raise ValueError(f"--momentum belongs to --optimizer sgd, not {flags.optimizer}")
         flags.options["momentum"] = flags.momentum
     served = issubclass(flags.kind, Downpour)
+    rules = ["sgd", "adagrad"] if "rule" in inspect.signature(flags.kind).parameters else ["sgd"]
     if served and not flags.kind.elastic and (
-            flags.optimizer not in named(ServerSGD) or flags.momentum or flags.weight_decay):
+            flags.optimizer not in rules or flags.momentum or flags.weight_decay):
         raise ValueError(f"with --strategy {flags.strategy} servers change the parameters; they "
-                         "know --optimizer sgd and adagrad, without momentum and decay")
+                         f"know --optimizer {' and '.join(rules)}, without momentum and decay")
     if flags.servers and not served:
         raise ValueError("--servers belong to --strategy downpour, ssp and others of their kind, "
                          f"not to {flags.strategy}")
