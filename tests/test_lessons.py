@@ -474,6 +474,16 @@ def test_what_these_cannot_do(name, options):
         make(name, Vector(parameters()), **options)
 
 
+def test_the_command_line_knows_what_each_takes(tmp_path):
+    """A replica's own steps may be anybody's; a rule that compensates is its own."""
+    command = [str(ROOT / "minidist.py"), "train", "--data", "segments", "--model", "mlp",
+               "--epochs", "1", "--strategy"]
+    assert "test accuracy" in run_script(*command, "easgd", "--tau", "5", "--optimizer", "adam",
+                                         cwd=tmp_path)
+    with pytest.raises(AssertionError, match="they know --optimizer sgd, without momentum"):
+        run_script(*command, "dcasgd", "--optimizer", "adagrad", cwd=tmp_path)
+
+
 # ---- models that are cut ---------------------------------------------------------
 
 def lesson(name):
