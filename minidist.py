@@ -3180,24 +3180,27 @@ class Windows(NamedTuple):
         last = list(kth_elements(*(numbers[m:] for numbers in how)))
         one = self.groups * len(last) * inner * math.prod((*wide[:m], *places[m:]))
         step = max(1, min(batch, 2**17 // max(one, 1)))
-        images = np.zeros((step, self.groups, inner, *wide), x.dtype)
+        images = np.zeros((self.groups, inner, *wide[:m], step, *wide[m:]), x.dtype)
         rows = np.empty((self.groups, len(last), inner, *wide[:m], step, *places[m:]), x.dtype)
+        inside, before = self.inside(size), (slice(None),) * (2 + m)
         for start in range(0, batch, step):
-            part = x[start : start + step].reshape(-1, self.groups, inner, *size)
-            n = len(part)
-            images[(slice(n), ..., *self.inside(size))] = part[(..., *self.shown(size))]
-            shown = np.moveaxis(rows, 3 + m, 0)[:n]
+            part = self.joined(x[start : start + step][(..., *self.shown(size))], inner)
+            n = part.shape[2 + m]
+            framed, copies = images[(*before, slice(n))], rows[(slice(None), *before, slice(n))]
+            framed[(..., *inside[:m], slice(None), *inside[m:])] = part
             for k, where in enumerate(last):
-                shown[:, :, k] = images[:n][where]
-            found = (shown[(*where, *[slice(None)] * len(places[m:]))] for where in first)
-            yield slice(start, start + n), [np.moveaxis(columns, 0, 3 + m).reshape(
-                self.groups, len(last) * inner, -1) for columns in found]
+                copies[:, k] = framed[where]
+            yield slice(start, start + n), [
+                copies[(slice(None), slice(None), slice(None), *where)].reshape(
+                    self.groups, len(last) * inner, n * math.prod(places)) for _, *where in first]
 
     def joined(self, x: np.ndarray, inner: int) -> np.ndarray:
         """A view of images (batch, channels, *places) in the order of `columns`: (groups,
         channels / groups, *shifted places, batch, *others)."""
         x = x.reshape(len(x), self.groups, x.shape[1] // self.groups, *x.shape[2:])
-        return np.moveaxis(x, 0, 2 + self.shifted(inner))
+        axes = list(range(1, x.ndim))
+        axes.insert(2 + self.shifted(inner), 0)
+        return x.transpose(axes)
 
     def matrices(self, w: np.ndarray) -> np.ndarray:
         """Kernels (out, in / groups, *kernel) for each shifted offset: (offsets, groups,
