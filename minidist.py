@@ -6947,7 +6947,7 @@ class ProcessGroup:
         kind, peer, fields, _ = transports().decode(message)
         text = (f"rank {self.rank} called {call} but rank {peer} called "
                 f"{call_text(*fields[:-2]) if kind == 'COLLECTIVE' else kind}: every rank must "
-                "make the same calls in the same order")
+                f"make the same calls in the same order. Rank {self.rank} is at {caller()}")
         error = transports().protocol.broken("MISMATCH", text)
         self.transport.abort(str(error), error.code)  # so that all hear of it, instead of waiting
         raise error
@@ -7023,6 +7023,14 @@ class ProcessGroup:
         if shapes[1:] != shapes[:1] * self.size:
             raise ValueError(f"rank {self.rank}: {op} needs a list of {self.size} tensors of "
                              f"{shapes[0]}, one for each rank; found {shapes[1:]}")
+
+
+def caller() -> str:
+    """The file and line of the program that called us."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def merger(place: np.ndarray, arrived: np.ndarray, combine: Any, mine_first: bool) -> Callable:
@@ -8766,6 +8774,9 @@ class ParameterServer(Machine):
         return [answer]
 
     def _on_pull(self, peer: int, fields: tuple, payload: Any) -> list[Packet]:
+        if self.values is not None and fields[1:] != self.slice[:2]:
+            raise Refused("BAD_RANGE", "it asks for {}..{}, ".format(*fields[1:]) +
+                          "this server has {2} {0}..{1}".format(*self.slice))
         clock = self._pulls[peer] = fields[0]
         self._asked.add(peer)
         if clock == FINISHED:

@@ -263,15 +263,17 @@ def test_D4_different_calls(first, second, names):
         assert name in f"{errors[0]} {errors[1]}"
 
 
-def test_D4_a_third_rank_hears_that_two_differ():
+def test_D4_a_third_rank_hears_that_two_differ_and_where():
     def work(group):
         if group.rank == 2:
             group.recv(np.zeros(1), src=0)
         group.broadcast(np.zeros(4, np.float32 if group.rank else np.int32), src=1)
         group.barrier()
+    line = work.__code__.co_firstlineno + 3
     for error in outcomes(3, work):
         assert isinstance(error, ProtocolError) and error.code == protocol.CODES["MISMATCH"]
         assert "int32" in str(error) and "float32" in str(error)
+        assert f"is at {__file__}:{line}" in str(error)
 
 
 # ---- point to point --------------------------------------------------------------

@@ -212,6 +212,15 @@ def test_a_push_that_does_not_fit_is_refused(fields, payload):
         md.DownpourWorker(0, np.ones(3), {1: (0, 3)}).on_message(*refusal._replace(peer=1))
 
 
+def test_a_pull_of_another_slice_is_refused():
+    server = md.ParameterServer(1)
+    server.on_message(*init(0, [1.0, 2.0, 3.0]))
+    refusal, = server.on_message("PULL", 0, (0, 0, 2))
+    assert refusal.kind == "REFUSED" and refusal.fields == (
+        "BAD_RANGE", "PULL of rank 0: it asks for 0..2, this server has float64 0..3")
+    assert [answer.kind for answer in server.on_message("PULL", 0, (0, 0, 3))] == ["STATE"]
+
+
 def test_D8_a_push_that_is_not_finite_is_refused_and_counted():
     machines = Machines(1)
     worker, before = machines.workers[0], machines.values()

@@ -424,6 +424,12 @@ def test_d37_whoever_leaves_slowly_is_a_line_too(run):
     assert lines[-1] == "ValueError: the cause"
 
 
+def test_who_ended_in_order_while_others_needed_it_is_mentioned(run):
+    code, out, err = run(LOSING.replace("    import atexit", "    sys.exit(0)"),
+                         "--nproc-per-node", "3")
+    assert code == 1 and "[2] had ended with exit code 0, while others needed it\n" in err
+
+
 def test_those_who_lose_the_failed_one_have_time_to_say_so(run):
     code, out, err = run(LOSING.replace("atexit.register(time.sleep, 0.6)", "pass"),
                          "--nproc-per-node", "3")
@@ -734,6 +740,17 @@ def test_what_cannot_travel_is_named(mark):
         launch.launch(leaves, workers=1)
     with pytest.raises(launch.LaunchError, match="what wrong_result returned can't travel"):
         launch.launch(wrong_result, workers=1)
+
+
+def fails_alone():
+    if os.environ["RANK"] == "1":
+        raise ValueError("of its own")
+
+
+def test_d37_an_error_begins_with_its_cause(mark):
+    with pytest.raises(launch.LaunchError) as caught:
+        launch.launch(fails_alone)
+    assert str(caught.value).startswith("rank 1: ValueError: of its own\n")
 
 
 def test_output_of_a_function_appears_here(mark, capsys):

@@ -545,6 +545,7 @@ class Report:
     code: int
     text: str = ""
     interrupted: int = 0
+    cause: str = ""  # of a failure, in a line
 
 
 def run(job: Job) -> Report:
@@ -790,12 +791,16 @@ class Group:
         cause = next((p for p in self.failures if not p.consequence), self.failures[0])
         lines += [f"{p.prefix.decode()}{p.origin() or p.ending()}"
                   for p in self.failures if p is not cause]
+        if cause.consequence:  # of what else than a failure?
+            lines += [f"{p.prefix.decode()}had ended with exit code 0, while others needed it"
+                      for p in self.processes if p.code == 0 and not p.server]
         words = cause.last_words()
         lines.append(f"minidist: root cause: {cause.name} {cause.ending()}"
                      + (". Its last lines:" if words else ""))
         assert cause.code is not None
         code = cause.code if cause.code > 0 else 128 - cause.code
-        return Report(code, "\n".join(lines + words))
+        why = cause.origin() or cause.ending()
+        return Report(code, "\n".join(lines + words), cause=f"{cause.name}: {why}")
 
     def close(self) -> None:
         """The end of all that is left; a helper of a worker that ended, too."""
@@ -858,7 +863,7 @@ def launch(fn: Callable[..., Any], args: Sequence[Any] = (), workers: int = 2,
         if report.interrupted:  # the handlers are back: what it would have done
             signal.raise_signal(report.interrupted)
         if report.code:
-            raise LaunchError(report.text)
+            raise LaunchError("\n".join(filter(None, (report.cause, report.text))))
         silent = [r for r in range(workers) if not (path / f"result{r}" / "value.json").exists()]
         if silent:
             raise LaunchError(f"rank {silent[0]} ended, with exit code 0, before {fn.__name__} "
