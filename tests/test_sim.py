@@ -218,6 +218,18 @@ def test_incast_the_servers_port_passes_one_after_the_other():
     assert took == pytest.approx(0.001 + 0.01 + workers * (size + FRAME) / 1e6, rel=1e-9)
 
 
+def test_both_ways_may_share_the_bandwidth():
+    def work(node):
+        node.exchange(1 - node.node, *opaque(), b"", 1 - node.node, bytearray())    # connects
+        node._compute(10.0 - node.clock())
+        place = bytearray(100_000)
+        node.exchange(1 - node.node, *opaque(), bytes(100_000), 1 - node.node, place)
+        return node.clock() - 10.0
+    took = [simulated(work, 2, settings={"link": {**LINK, "duplex": duplex}})[0][0]
+            for duplex in (True, False)]
+    assert took[1] - took[0] == pytest.approx(0.1, abs=0.011)       # of latency before it shares
+
+
 def test_send_returns_when_the_rest_fits_the_buffer():
     def work(node):
         if node.node:
@@ -414,6 +426,7 @@ def test_train_on_many_simulated_workers():
     ("link = 3", "link is 3; it must be a table"),
     ("link.latency = -1", "link.latency is -1; it must be a number, at least 0"),
     ("link.bandwidth = 0", "must be a number, above 0"),
+    ("link.duplex = 1", "link.duplex is 1; it must be true or false"),
     ("compute.speeds = []", "compute.speeds is empty"),
     ("seed = 1.5", "seed is 1.5; it must be a whole number"),
     ("fault = [{kind = 'crash', at = 1}]", "fault lacks nodes"),

@@ -54,12 +54,23 @@ def probe(sizes: list) -> list:
     carry = minidist.transports()
     transport, config = carry.join()
     peer, kind, found = 1 - config.node, carry.protocol.OPAQUE, []
-    for size, count in [(1, 20), *sizes]:                   # the first ones open the link
+
+    def exchange(mine, place):
+        transport.exchange(peer, kind, (0,), mine, peer, place)
+
+    def there_and_back(mine, place):
+        if config.node:
+            transport.recv(peer, into=place)
+            transport.send(peer, kind, (0,), [mine])
+        else:
+            transport.send(peer, kind, (0,), [mine])
+            transport.recv(peer, into=place)
+    for size, count, at_once in [(1, 20, True), *sizes]:    # the first ones open the link
         mine, place, times = np.zeros(size, "u1"), np.zeros(size, "u1"), []
         busy = time.process_time()
         for _ in range(count):
             start = time.perf_counter()
-            transport.exchange(peer, kind, (0,), mine, peer, place)
+            (exchange if at_once else there_and_back)(mine, place)
             times.append(time.perf_counter() - start)
         found.append([float(np.median(times)), (time.process_time() - busy) / count])
     transport.close()
@@ -68,18 +79,24 @@ def probe(sizes: list) -> list:
 
 def link(transport: str) -> dict[str, float]:
     """The `[link]` between two processes. In the simulator an exchange of n bytes takes
-    2 * message + latency + n / bandwidth."""
-    sizes = [(1, 300), (1 << 14, 50), (1 << 19, 16)]
-    (small, busy), (middle, _), (large, _) = launch(probe, (sizes,), 2, transport)[0]
-    busy = min(busy, small)
-    return {"latency": small - busy, "message": busy / 2,
-            "bandwidth": (sizes[2][0] - sizes[1][0]) / max(1e-9, large - middle)}
+    2 * message + latency + n / bandwidth. If sending both ways at once takes about as long as one
+    way after the other, they share the bandwidth."""
+    sizes = [(1, 300, True), (1 << 14, 50, True), (1 << 19, 12, True), (1 << 14, 50, False),
+             (1 << 19, 12, False)]
+    (small, busy), *times = launch(probe, (sizes,), 2, transport)[0]
+    busy, count = min(busy, small), sizes[2][0] - sizes[1][0]
+    both, turns = [max(1e-9, times[i + 1][0] - times[i][0]) for i in (0, 2)]
+    duplex = both < 0.75 * turns
+    return {"latency": small - busy, "message": busy / 2, "duplex": duplex,
+            "bandwidth": (1 if duplex else 2) * count / both}
 
 
 def text(tables: dict[str, dict[str, float]], about: str) -> str:
     lines = [f"# {about}"]
     for table, values in tables.items():
-        lines += ["", f"[{table}]", *[f"{name} = {value:.6g}" for name, value in values.items()]]
+        lines += ["", f"[{table}]", *[
+            f"{name} = {str(value).lower() if isinstance(value, bool) else f'{value:.6g}'}"
+            for name, value in values.items()]]
     return "\n".join(lines) + "\n"
 
 

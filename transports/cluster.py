@@ -17,12 +17,13 @@ The simulator reads it from a small TOML file, every line of which may be left o
     latency = 0.0001            # seconds from node to node (half of it at either end)
     jitter = 0.0                # up to so many more, evenly drawn for each message
     bandwidth = 1.25e8          # bytes/s
+    duplex = true               # false: what comes and what goes share the bandwidth
     buffer = 262144             # bytes that send() hands over before it has to wait
     message = 2e-5              # seconds of processor that a message costs at either end,
     byte = 0.0                  # and each of its bytes
 
-    [server]                    # the same six, where the servers' link differs: incast is here
-    [local]                     # the same six, between nodes of one machine
+    [server]                    # the same seven, where the servers' link differs: incast is here
+    [local]                     # the same seven, between nodes of one machine
 
     [[fault]]
     at = 1.5                    # seconds
@@ -72,6 +73,7 @@ class Link:
     latency: float = 1e-4
     jitter: float = 0.0
     bandwidth: float = 1.25e8
+    duplex: bool = True
     buffer: float = 262144.0
     message: float = 2e-5
     byte: float = 0.0
@@ -189,6 +191,12 @@ def whole(value: Any, where: str, path: str) -> int:
     return value
 
 
+def true_or_false(value: Any, where: str, path: str) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{where}: {path} is {value!r}; it must be true or false")
+    return value
+
+
 def kind_of_fault(value: Any, where: str, path: str) -> str:
     if value not in FAULTS:
         raise ValueError(f"{where}: {path} is {value!r}; it must be one of {', '.join(FAULTS)}")
@@ -210,7 +218,7 @@ def table_of(kind: Any) -> Any:
 
 
 CHECKS: dict[Any, Any] = {
-    "float": number, "int": whole, "str": kind_of_fault,
+    "float": number, "int": whole, "bool": true_or_false, "str": kind_of_fault,
     "tuple[float, ...]": each(number), "tuple[int, ...]": each(whole),
     "tuple[tuple[int, ...], ...]": each(each(whole)), "tuple[Fault, ...]": each(table_of(Fault)),
     "Compute": table_of(Compute), "Link": table_of(Link),

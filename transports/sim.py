@@ -59,7 +59,14 @@ class Machine:
     """What the processes of one host share: its port to the network."""
 
     def __init__(self, link: Link):
-        self.link, self.up, self.down = link, 0.0, 0.0      # when either way is free again
+        self.link, self.free = link, [0.0, 0.0]     # when the ways out and in are free again
+
+    def pass_through(self, size: int, now: float, inwards: bool) -> tuple[float, float]:
+        """When so many bytes begin and end to use the port, behind those that came first."""
+        way = int(inwards and self.link.duplex)
+        begin = max(now, self.free[way])
+        self.free[way] = begin + size / self.link.bandwidth
+        return begin, self.free[way]
 
 
 class Node:
@@ -233,15 +240,14 @@ class World:
             return gone - link.buffer / link.bandwidth
         latency = self.latency(source, target)
         jitter = max(a.link.jitter, b.link.jitter)
-        begin = max(self.now, a.up)
-        a.up = begin + size / a.link.bandwidth
+        begin, end = a.pass_through(size, self.now, inwards=False)
         first = begin + latency + (jitter * chance.random() if jitter else 0.0)
         # What left later does not overtake on the way.
         first = max(first, self.arrivals.get((source, target), 0.0))
         self.arrivals[source, target] = first
         last = first + size / a.link.bandwidth
         self.at(first, self._arrive, b, (source, target), last, size, deliver, args)
-        return a.up - a.link.buffer / a.link.bandwidth
+        return end - a.link.buffer / a.link.bandwidth
 
     def latency(self, source: int, target: int) -> float:
         """Seconds that a bit is under way."""
@@ -251,8 +257,8 @@ class World:
     def _arrive(self, machine: Machine, pair: tuple[int, int], last: float, size: int,
                 deliver: Callable, args: tuple) -> None:
         """The first byte is at the port: when will the last one be through?"""
-        machine.down = max(self.now, machine.down) + size / machine.link.bandwidth
-        self.at(max(last, machine.down), self._deliver, pair, size, deliver, args)
+        end = machine.pass_through(size, self.now, inwards=True)[1]
+        self.at(max(last, end), self._deliver, pair, size, deliver, args)
 
     def _deliver(self, pair: tuple[int, int], size: int, deliver: Callable, args: tuple) -> None:
         node = self.nodes[pair[1]]
