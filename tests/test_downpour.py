@@ -288,7 +288,7 @@ def test_an_acknowledged_push_counts_exactly_once(seed, servers, n_push):
     start = machines.values()
     pushed, flying, now = np.zeros(3), [], 0.0
     left = {0: 6, 1: 6}                     # steps to do; None: finishing
-    for _ in range(10_000):
+    for _ in range(100_000):                # questions are asked again after 2, 4, 8, .. ticks
         now += 1
         for worker in machines.workers:
             packets = worker.on_tick(now)
