@@ -4,6 +4,7 @@ No sockets and no threads here: bytes and time go in, bytes and messages come ou
 Tests of the case list carry its row in their name; RULES at the end says which
 test covers which rule of PROTOCOL.md.
 """
+import hashlib
 import json
 import os
 import re
@@ -220,6 +221,28 @@ def test_rules_of_servers_have_the_bits_of_the_document(row):
         (answer,) = server.on_message("PUSH", 0, (i, i - 1, 0, 2, 1, "float32"),
                                       bytes.fromhex(pushed))
         assert answer.fields[1:] == (i, 1) and server.values.tobytes().hex() == after
+
+
+def test_texts_that_ranks_compare_are_those_of_the_document():
+    import minidist as md
+    given = {"SGD": {"lr": 0.1}}
+    for row in load("training")["optimizers"]:
+        name, memory = row["lines"][0].split()[0], row.get("momentum_buffers", [])
+        parameters = [md.nn.Parameter(md.tensor(np.zeros(shape, "f4"))) for shape in ((2,), ())]
+        options = given.get(name, {}) | ({"momentum": 0.9} if memory else {})
+        optimizer = getattr(md.optim, name)(parameters, **options)
+        for x, data in zip(parameters, memory):     # (after one step it is the gradient)
+            x.grad = md.tensor(np.frombuffer(bytes.fromhex(data), "f4").reshape(x.shape).copy())
+        if memory:
+            optimizer.step()
+        assert md.lines_of(optimizer) == row["lines"]
+        assert hashlib.sha256("\n".join(row["lines"]).encode()).hexdigest() == row["hash"]
+    told = []
+    train = md.Synchronous(md.nn.Linear(1, 1), None)
+    train.group.agree = lambda what, lines, cure: told.append(lines)
+    data = md.utils.data.TensorDataset(md.zeros(23, 1))
+    list(train.batches(md.utils.data.DataLoader(data, batch_size=5)))
+    assert told == [load("training")["loader"]["lines"]]
 
 
 def test_a_synchronous_step_has_the_bits_of_the_document():

@@ -673,6 +673,16 @@ def test_half_open_connections_are_few_and_short():
     assert not server.endpoint.connections and not server.endpoint.half
 
 
+def test_an_init_that_comes_twice_makes_one_connection():
+    pair = Pair()
+    pair.there.trace = []
+    pair.open()
+    init = [data for data in pair.there.trace if kind_of(data) == wire.INIT][-1]
+    server = pair.b.endpoint
+    server.receive(memoryview(init), "a", pair.net.now)
+    assert len(server.connections) == 1 and not server.half and not server.replies
+
+
 def test_a_cookie_is_for_one_address_and_ten_seconds():
     net = Network()
     side, server = Side(net, "a"), Side(net, "b")

@@ -321,10 +321,34 @@ def training():
             states.append(w.tobytes().hex())
         rules.append({"rule": rule, "lr": 0.1, "before": np.array([1.0, 2.0], f4).tobytes().hex(),
                       "pushes": [g.tobytes().hex() for g in pushes], "after": states})
-    return {"about": "A manifest and its hash, a synchronous step of two ranks (section 9.8), and "
-                     "the rules of parameter servers (9.4).",
-            "manifest": lines, "hash": hashlib.sha256("\n".join(lines).encode()).hexdigest(),
-            "synchronous": synchronous, "rules": rules}
+    def hashed(lines, **more):
+        return {"lines": lines, **more,
+                "hash": hashlib.sha256("\n".join(lines).encode()).hexdigest()}
+    loader = hashed(["23 samples in 5 batches", "a first batch of [0, 1, 2, 3, 4]"])
+    memory = [np.array([0.5, 0.25], f4), np.array(0.125, f4)]
+    digest = hashlib.sha256(memory[0].tobytes()).hexdigest()[:16]
+    optimizers = [hashed([f"{name}, params=[0, 1]"]) for name in (
+        "SGD with lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, "
+        "maximize=False",
+        "Adam with lr=0.001, betas=[0.9, 0.999], eps=1e-08, weight_decay=0.0, amsgrad=False, "
+        "maximize=False, decoupled_weight_decay=False",
+        "AdamW with lr=0.001, betas=[0.9, 0.999], eps=1e-08, weight_decay=0.01, amsgrad=False, "
+        "maximize=False, decoupled_weight_decay=True",
+        "Adagrad with lr=0.01, lr_decay=0.0, weight_decay=0.0, initial_accumulator_value=0.0, "
+        "eps=1e-10, maximize=False",
+        "RMSprop with lr=0.01, alpha=0.99, eps=1e-08, weight_decay=0.0, momentum=0.0, "
+        "centered=False, maximize=False",
+        "Adadelta with lr=1.0, rho=0.9, eps=1e-06, weight_decay=0.0, maximize=False")]
+    optimizers.append(hashed([
+        "SGD with lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.0, nesterov=False, "
+        "maximize=False, params=[0, 1]",
+        f"parameter 0: momentum_buffer=float32 {digest}, step=1",
+        "parameter 1: momentum_buffer=float32 [0.125], step=1"],
+        momentum_buffers=[x.tobytes().hex() for x in memory]))
+    return {"about": "A manifest, texts about loaders and optimizers, their hashes, a synchronous "
+                     "step of two ranks (section 9.8), and the rules of parameter servers (9.4).",
+            "manifest": lines, "hash": hashed(lines)["hash"], "loader": loader,
+            "optimizers": optimizers, "synchronous": synchronous, "rules": rules}
 
 
 def negative():
@@ -604,8 +628,8 @@ def blocks():
     made["training"] = (
         "The manifest of a model whose parameters are\n\n" + "\n".join(
             f"    {line}" for line in t["manifest"])
-        + f"\n\nhas the SHA-256 `{t['hash']}`.\nIts step {s['step']} on two ranks, with `SGD` and "
-        f"lr = {s['lr']}; float64 is the larger dtype, so `shift` stands first:\n\n"
+        + f"\n\nhas the SHA-256 `{t['hash']}`.\nA step of it on two ranks, after {s['step']} others, "
+        f"with `SGD` and lr = {s['lr']}; float64 is the larger\ndtype, so `shift` stands first:\n\n"
         "| | rank 0 | rank 1 |\n|---|---|---|\n" + "\n".join(
             f"| {what} | " + " | ".join(f"{cell(rank)}" for rank in s["ranks"]) + " |"
             for what, cell in (
@@ -620,6 +644,9 @@ def blocks():
             f"| {what} | `{s[name][0]}` | `{s[name][1]}` |" for what, name in (
                 ("before", "before"), ("gradient of the whole batch", "gradients"),
                 ("after", "after"))))
+    made["texts"] = "\n\n".join(
+        "\n".join(f"    {line}" for line in text["lines"]) + f"\n\n`{text['hash']}`"
+        for text in (t["loader"], *t["optimizers"]))
     made["rules"] = ("| rule | lr | before | pushed | after |\n|---|---|---|---|---|\n" + "\n".join(
         f"| {r['rule']} | {r['lr']} | `{r['before']}` | {' '.join(r['pushes'])} | "
         f"{' '.join(r['after'])} |" for r in t["rules"]))

@@ -92,7 +92,7 @@ class Connection:
         self.nonce = endpoint.random(32)
         self.state = OPENING
         self.error: str | None = None               # why it ended, None: in order
-        self.peer_id, self.peer_incarnation = 0, b""
+        self.peer_id, self.peer_incarnation, self.peer_nonce = 0, b"", b""
         self.stats = endpoint.stats
         self.due = 0.0                              # when trains() should be called
         # handshake
@@ -412,7 +412,7 @@ class Connection:
             self.stats["dropped"] += 1
 
     def _up(self, hello: tuple, seals: tuple[Seal, Seal], now: float) -> None:
-        self.peer_id, self.peer_incarnation, _, self.credit = hello
+        self.peer_id, self.peer_incarnation, self.peer_nonce, self.credit = hello
         self.seals, self.overhead = seals, wire.HEADER.size + seals[0].size
         self.heard = self.asked_time = now
         self.due = 0.0
@@ -734,8 +734,9 @@ class Endpoint:
                                     + self._cookie(int(now * 1e6), address, raw))
         elif nonce in self.half:
             reply = self.half[nonce].accept         # ours was lost
-        elif len(self.half) >= HALF_OPEN:
-            self.stats["dropped"] += 1              # it will ask again
+        elif len(self.half) >= HALF_OPEN or any(
+                nonce == each.peer_nonce for each in self.connections.values()):
+            self.stats["dropped"] += 1              # it will ask again; or it came twice
             return
         else:
             connection = self.half[nonce] = Connection(self, address, now)

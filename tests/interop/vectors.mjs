@@ -87,7 +87,9 @@ const TESTS = {
   training() {
     const v = load("training");
     const floats = text => new Float32Array(Uint8Array.from(hex(text)).buffer);
-    same(sha256(v.manifest.join("\n")).toString("hex"), v.hash);
+    for (const { lines, hash } of [{ lines: v.manifest, hash: v.hash }, v.loader, ...v.optimizers]) {
+      same(sha256(lines.join("\n")).toString("hex"), hash);
+    }
     for (const { rule, lr, before, pushes, after } of v.rules) {
       const rate = Math.fround(lr), w = floats(before), s = new Float32Array(2);
       pushes.map(floats).forEach((pushed, i) => {
