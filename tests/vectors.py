@@ -628,8 +628,9 @@ def blocks():
     made["training"] = (
         "The manifest of a model whose parameters are\n\n" + "\n".join(
             f"    {line}" for line in t["manifest"])
-        + f"\n\nhas the SHA-256 `{t['hash']}`.\nA step of it on two ranks, after {s['step']} others, "
-        f"with `SGD` and lr = {s['lr']}; float64 is the larger\ndtype, so `shift` stands first:\n\n"
+        + f"\n\nhas the SHA-256 `{t['hash']}`.\nA step of it on two ranks, after {s['step']} "
+        f"others, with `SGD` and lr = {s['lr']}; float64 is the larger\ndtype, so `shift` stands "
+        "first:\n\n"
         "| | rank 0 | rank 1 |\n|---|---|---|\n" + "\n".join(
             f"| {what} | " + " | ".join(f"{cell(rank)}" for rank in s["ranks"]) + " |"
             for what, cell in (

@@ -9,11 +9,13 @@ stage that fails says which rule was broken, what was expected and what came.
 
 The command is the worker under test running this program (PROTOCOL.md, section 13):
 
-    repeat: broadcast one int64, n, from the other rank; if n < 0: leave, and exit with 0
+    repeat: broadcast one int64, n, from the other rank; if n = -1: leave, and exit with 0
             x = n float32, x[i] = (i mod 1000) / 7 + rank;  all_reduce x (sum)
             y = n float32, y[i] = i + rank;                 all_gather y
             barrier
     on any error: exit with another code
+
+For the profile *Worker* smaller n ask for what conformance_training.py checks.
 """
 from __future__ import annotations
 
@@ -191,17 +193,17 @@ class Line:
             except p.ProtocolError as error:
                 raise Broken("7-1", f"the fields of {layout.name}", str(error)) from None
 
-    def hear(self, name: str, rule: str, within: float = PATIENCE) -> Heard:
-        """The next message, of this kind; PINGs on the way are answered."""
-        deadline = time.monotonic() + within
+    def hear(self, names: str, rule: str, within: float = PATIENCE) -> Heard:
+        """The next message, of this kind or these; PINGs on the way are answered."""
+        deadline, expected = time.monotonic() + within, names.replace(" ", " or ")
         while True:
-            heard = self.judged(rule, name, deadline)
-            if heard.name == name:
+            heard = self.judged(rule, expected, deadline)
+            if heard.name in names.split():
                 return heard
             if heard.name == "PING" and not self.deaf:
                 self.say(p.PONG, (heard.fields[0], ""))
             elif heard.name not in ("PING", "PONG"):
-                raise Broken(rule, name, p.describe(getattr(p, heard.name), heard.fields))
+                raise Broken(rule, expected, p.describe(getattr(p, heard.name), heard.fields))
 
     def frames(self, kind: int, values: Sequence = (), payload: bytes = b"", channel: int = 0
                ) -> list[bytes]:
@@ -306,9 +308,12 @@ class Line:
 class Trial:
     """A worker process and what may be said to it."""
 
-    def __init__(self, command: Sequence[str], transport: str, role: str):
+    def __init__(self, command: Sequence[str], transport: str, role: str, servers: int = 0):
         self.transport, self.rank = transport, 0 if role == "coordinator" else 1
-        self.config = Config(node=self.rank, workers=2, key=os.urandom(32), job=JOB)
+        self.servers = servers                  # 1: node 2, which we are too
+        self.incarnation = 0                    # the worker's
+        self.config = Config(node=self.rank, workers=2, servers=servers, key=os.urandom(32),
+                             job=JOB)
         self.driver = DRIVERS[transport](self.config)
         self.errors, self.streams = "", list[Stream]()
         kind = socket.SOCK_DGRAM if transport == "udp" else socket.SOCK_STREAM
@@ -321,7 +326,8 @@ class Trial:
         self.address = address
         assert self.config.key is not None
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, text=True, env={
-            **os.environ, "RANK": str(1 - self.rank), "WORLD_SIZE": "2", "MINIDIST_SERVERS": "0",
+            **os.environ, "RANK": str(1 - self.rank), "WORLD_SIZE": "2",
+            "MINIDIST_SERVERS": str(servers),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(split_address(address)[1]),
             "MINIDIST_TRANSPORT": transport, "MINIDIST_KEY": self.config.key.hex(),
             "MINIDIST_JOB": JOB, "MINIDIST_GENERATION": "0", "MINIDIST_ROLE": "worker",
@@ -437,22 +443,43 @@ class Trial:
             except ValueError as error:
                 raise Broken("9.2-1", "JOIN with host:port", str(error)) from None
             line.send(frame(p.WELCOME, p.MESSAGES[p.WELCOME].pack((0, 7))), piece)
-            members = [p.Member(0, 0, 7, self.address), p.Member(1, 0, incarnation, address)]
+            self.incarnation = incarnation
+            members = [p.Member(0, 0, 7, self.address), p.Member(1, 0, incarnation, address),
+                       p.Member(2, 1, 7, self.address)][:2 + self.servers]
             if roster:
-                line.send(line.frames(p.ROSTER, (2,), p.pack_roster(members))[0], piece)
-        else:
-            line.send(self.joining(), piece)
-            node, incarnation = line.hear("WELCOME", "9.1-1").fields
-            if node != 0:
-                raise Broken("9.1-1", "WELCOME of node 0", f"node {node}")
-            heard = line.hear("ROSTER", "9.2-2")
+                line.send(line.frames(p.ROSTER, (len(members),), p.pack_roster(members))[0], piece)
+            return line
+        lines = [line]
+        if self.servers:
+            lines.append(self.line())
+            self.greet(lines[1], self.greeting())
+            self.prove(lines[1])
+        for node, each in enumerate(lines, 1):
+            each.send(self.joining(node, node - 1), piece)
+            zero, self.incarnation = each.hear("WELCOME", "9.1-1").fields
+            if zero != 0:
+                raise Broken("9.1-1", "WELCOME of node 0", f"node {zero}")
+        wanted = [(0, 0, self.incarnation), (1, 0, 7), (2, 1, 7)][:2 + self.servers]
+        for each in lines:
+            heard = each.hear("ROSTER", "9.2-2")
             try:
                 members = p.unpack_roster(heard.fields[0], heard.payload)
             except p.ProtocolError as error:
-                raise Broken("9.2-2", "ROSTER with two nodes", str(error)) from None
-            if [(m.node, m.role, m.incarnation) for m in members] != [
-                    (0, 0, incarnation), (1, 0, 7)]:
-                raise Broken("9.2-2", f"ROSTER of nodes 0 ({incarnation}) and 1 (7)", str(members))
+                raise Broken("9.2-2", "ROSTER with all nodes", str(error)) from None
+            if [(m.node, m.role, m.incarnation) for m in members] != wanted:
+                raise Broken("9.2-2", f"ROSTER of (node, role, incarnation) {wanted}", str(members))
+        self.server_line = lines[-1]
+        return line
+
+    def server(self) -> Line:
+        """The worker's connection to node 2; it dials us again for it."""
+        if self.rank == 1:
+            return self.server_line
+        line = self.line()
+        self.greet(line, self.greeting())
+        self.prove(line)
+        line.hear("JOIN", "9.2-1")
+        line.say(p.WELCOME, (2, 7))
         return line
 
     def joining(self, node: int = 1, role: int = 0) -> bytes:
@@ -467,6 +494,7 @@ class Stage(NamedTuple):
     rules: str
     roles: tuple[str, ...]
     transports: tuple[str, ...]
+    servers: int
     run: Callable[[Trial], None]
 
 
@@ -474,9 +502,9 @@ STAGES: list[Stage] = []
 
 
 def stage(what: str, rules: str, roles: tuple[str, ...] = BOTH,
-          transports: tuple[str, ...] = ("tcp", "udp")) -> Callable:
+          transports: tuple[str, ...] = ("tcp", "udp"), servers: int = 0) -> Callable:
     def add(run: Callable[[Trial], None]) -> Callable[[Trial], None]:
-        STAGES.append(Stage(what, rules, roles, transports, run))
+        STAGES.append(Stage(what, rules, roles, transports, servers, run))
         return run
     return add
 
@@ -976,12 +1004,14 @@ def _(trial: Trial) -> None:
     finish(trial, trial.join())
 
 
+from . import conformance_training as _training         # noqa: E402, F401, I001 - more stages
+
 # ---- command line --------------------------------------------------------------------------------
 
 
 def verdict(each: Stage, command: Sequence[str], transport: str, role: str) -> list[str]:
     """Run a stage; what there is to say of it, in one line if it passed."""
-    trial = Trial(command, transport, role)
+    trial = Trial(command, transport, role, each.servers)
     try:
         each.run(trial)
     except Broken as error:

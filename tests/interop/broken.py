@@ -71,6 +71,21 @@ def sums_in_another_way():
         out, (a + b) * almost.astype(out.dtype))
 
 
+def checksums_of_fields_alone():
+    frame = protocol.Outgoing.frame
+    protocol.Outgoing.frame = lambda self, limit, generation, checksums: frame(
+        self, limit, generation, False)
+
+
+def steps_from_one():
+    dist.Synchronous.steps = 1
+
+
+def pushes_of_no_process():
+    start = md.DownpourWorker.__init__
+    md.DownpourWorker.__init__ = lambda self, *args: start(self, *args[:-1])
+
+
 def any_welcome():
     control = members.Members._control
 

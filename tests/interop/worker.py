@@ -58,13 +58,70 @@ def conformance():
     while True:
         n = np.empty(1, "i8")
         dist.broadcast(n, 1 - rank)
-        if n < 0:
+        if n == -1:
             return
+        if n < 0:
+            ASKED.get(n[0], reductions)(n[0])
+            continue
         x = (np.arange(n[0]) % 1000 / 7 + rank).astype("f4")
         dist.all_reduce(x)
         y = (np.arange(n[0]) + rank).astype("f4")
         dist.all_gather([y.copy(), y.copy()], y)
         dist.barrier()
+
+
+def reductions(n):
+    name, rank = NAMES[-1 - n], dist.get_rank()
+    for op in ["sum", "avg", "min", "max", "product"]:
+        if op == "avg" and name[0] != "f":
+            continue
+        x = (np.arange(6) + 1) * (rank + 3) % 7
+        x = (x / 7 if name[0] == "f" else x).astype(name)
+        halves, share = list(x.reshape(2, 3).copy()), np.empty(3, name)
+        dist.all_reduce(x, dist.ReduceOp(op))
+        dist.all_gather([x.copy(), x.copy()], x)
+        dist.reduce_scatter(share, halves, dist.ReduceOp(op))
+        dist.all_gather([share.copy(), share.copy()], share)
+
+
+class Weights(nn.Module):
+    def __init__(self, **values):
+        super().__init__()
+        for name, value in values.items():
+            setattr(self, name, nn.Parameter(md.tensor(value)))
+
+
+def run(n):
+    rank = dist.get_rank()
+    first = 1 - rank                            # rank 0's values count
+    net = Weights(scale=np.float32([1, -1]) * first, shift=np.array([0.5]) * first)
+    train = dist.Synchronous(net, optim.SGD(net.parameters(), lr=0.1))
+    gradient = md.tensor(np.float32([[0.5, -0.1], [0.25, 0.3]][rank]))
+    for _ in train.batches(DataLoader(TensorDataset(md.zeros(102)), 3)):
+        train.zero_grad()
+        loss = (net.scale * gradient).sum()
+        if rank == 1:
+            loss = loss + (net.shift * 0.7).sum()
+        loss.backward()
+        train.step()
+    for x in net.parameters():
+        dist.all_gather([x.detach().clone(), x.detach().clone()], x.detach())
+
+
+def servers(n):
+    net = Weights(w=np.float32([1, 2, 4]))
+    train = dist.Downpour(net, optim.SGD(net.parameters(), lr=0.25))
+    for _ in range(4):
+        train.zero_grad()
+        (net.w * net.w / 4).sum().backward()
+        train.step()
+    train.finish()
+    dist.all_gather([net.w.detach().clone(), net.w.detach().clone()], net.w.detach())
+
+
+NAMES = {1: "float32", 2: "float64", 3: "float16", 5: "int8", 6: "uint8", 7: "int16", 8: "int32",
+         9: "int64", 10: "bool"}
+ASKED = {-20: run, -21: servers}
 
 
 def mismatch():
