@@ -4052,7 +4052,7 @@ def _attention(q, k, v, *, scale, causal):
     sums = np.zeros((*q.shape[:-1], 1), q.dtype)
     # A product of vectors is at most that of their lengths. Where exp of that is below the fourth
     # root of what overflows, it can be summed and multiplied by values as it is, and the maxima
-    # need not be found first: a fifth of the time.
+    # need not be found first.
     bound = abs(scale) * math.sqrt(np.vecdot(q, q).max() * np.vecdot(k, k).max())
     bounded = bound < math.log(np.finfo(q.dtype).max) / 4
     for rows, keys, weights in score_blocks(q, k, scale, causal):
@@ -8927,7 +8927,8 @@ class DownpourWorker(Machine):
         owed = [kind for node, kind in self._unanswered if node == peer]
         if owed:
             raise RuntimeError(f"rank {self.rank}, step {self.clock}: server node {peer} is gone "
-                               f"and has not answered {' and '.join(owed)} {why}")
+                               f"and has not answered {' and '.join(owed)}: "
+                               f"{' '.join(map(str, why))}")
         return []
 
     def on_tick(self, now: float) -> list[Packet]:

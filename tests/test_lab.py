@@ -74,5 +74,5 @@ def test_training_over_loss_and_reordering_gives_the_same_bits():
 
 def test_killed_senders_lose_and_double_nothing():
     _, lines = soak.soak(5.0, every=1.0)
-    assert max(line["threads"] for line in lines) == 1
+    assert len({line["threads"] for line in lines}) == 1    # no growth; the test's own count too
     assert max(line["descriptors"] for line in lines) == lines[0]["descriptors"]
