@@ -259,7 +259,7 @@ def test_a_worker_needs_only_servers_that_owe_it_an_answer():
     machines.send(0, push[:1])              # to node 1, which answers; node 2 has not heard yet
     worker.on_lost(1)
     with pytest.raises(RuntimeError, match="rank 0, step 1: server node 2 is gone and has not "
-                                           r"answered PUSH \('killed',\)"):
+                                           "answered PUSH: killed"):
         worker.on_lost(2, ("killed",))
 
 

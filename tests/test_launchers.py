@@ -24,6 +24,7 @@ ROOT_MAY = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"
 
 SCRIPT = """
 import hashlib
+import os
 import numpy as np
 import minidist as md
 from minidist import nn
@@ -43,8 +44,8 @@ whole = md.tensor(np.arange(1000) + rank)
 md.distributed.all_reduce(whole, md.distributed.ReduceOp.MAX)
 assert (whole.numpy() == np.arange(1000) + size - 1).all()
 bits = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
-print(f"rank {rank} of {size}", hashlib.sha256(bits + large.numpy().tobytes()).hexdigest(),
-      f"sum {large.sum().item():.9f}", flush=True)
+digest = hashlib.sha256(bits + large.numpy().tobytes()).hexdigest()
+os.write(1, f"rank {rank} of {size} {digest} sum {large.sum().item():.9f}\\n".encode())  # at once
 train.finish()
 md.distributed.destroy_process_group()
 """

@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 import tracemalloc
 from pathlib import Path
 
@@ -122,7 +123,14 @@ def test_what_travels_is_not_to_be_read():
 
     def run():
         one, _ = relay.accept()
-        other = socket.create_connection(("127.0.0.1", port))
+        until = time.monotonic() + 20
+        while True:                             # the other may not listen yet
+            try:
+                other = socket.create_connection(("127.0.0.1", port))
+                break
+            except ConnectionRefusedError:
+                assert time.monotonic() < until
+                time.sleep(0.05)
         back = threading.Thread(target=carry, args=(other, one))
         back.start()
         carry(one, other)
